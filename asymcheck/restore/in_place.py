@@ -319,7 +319,8 @@ class InPlaceFill:
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             return self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
         instances = functools.cache(lambda: instances_in(self._state, state))
-        shape = with_classes(state_for(current, mappings, state), state, instances)
+        merges = self._merges or self._reshards
+        shape = with_classes(state_for(current, mappings, state, merges=merges), state, instances)
         self._problems += [
             ".".join(filter(None, (name, problem)))
             for problem in misfits(current, shape, self._parts.row, self._stored_where)

@@ -165,18 +165,57 @@ def _group_sizes(groups: object) -> list[int]:
     return [len(group["params"]) for group in groups if isinstance(group, dict) and "params" in group]
 
 
-def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mapping[str, object]) -> dict[Key, object]:
+def state_for(
+    current: object, stored: Sequence[dict[Key, object]], state: Mapping[str, object], *, merges: bool
+) -> dict[Key, object]:
     """Return the stored state for an object that several ranks stored under one name: that of the first.
 
-    If ranks stored different tensors of a module (pipeline stages), return the tensors that are in ``state``.
+    If ranks stored different tensors of a module (pipeline stages), return the tensors that are in ``state``. With
+    ``merges``, an optimizer gets the state of each parameter from a rank that has it.
     """
     first = stored[0]
+    if merges and isinstance(current, torch.optim.Optimizer):
+        return _of_parameters_here(current, stored)
     if not isinstance(current, torch.nn.Module) or all(other.keys() == first.keys() for other in stored):
         return first
     merged = merge(stored)
     if not isinstance(merged, dict):
         return first
     return like_mapping(merged, {key: value for key, value in merged.items() if key in state})
+
+
+def _of_parameters_here(optimizer: torch.optim.Optimizer, stored: Sequence[dict[Key, Any]]) -> dict[Key, object]:
+    """Return the first stored state of an optimizer, with the state of parameters that only other ranks trained.
+
+    A DTensor on a part of the ranks has no state on the others, and may be on other ranks now.
+    """
+    first = stored[0]
+    numbers = _numbers(first)
+    states: list[Any] = [other.get("state") for other in stored if _numbers(other) == numbers]
+    if not numbers or not all(isinstance(known, dict) for known in states):
+        return first
+    kept = {**states[0]}
+    for key, parameter in _numbered(optimizer, first):
+        if is_dtensor(parameter) and parameter.device_mesh.get_coordinate() is None:
+            kept.pop(key, None)
+        elif parameter.requires_grad and (found := [known[key] for known in states if key in known]):
+            kept[key] = found[0]
+    return like_mapping(first, {**first, "state": kept})
+
+
+def _numbers(stored: Mapping[Key, object]) -> list[object]:
+    """Return the numbers of the parameters of each group, and their names if the optimizer knows them."""
+    groups = [group for group in _items(stored.get("param_groups")) if isinstance(group, dict)]
+    return [(group.get("params"), group.get("param_names")) for group in groups]
+
+
+def _numbered(
+    optimizer: torch.optim.Optimizer, stored: Mapping[Key, object]
+) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """Yield the parameters of an optimizer with their numbers in a stored state."""
+    groups = [group for group in _items(stored.get("param_groups")) if isinstance(group, dict)]
+    keys = [key for group in groups for key in _items(group.get("params"))]
+    yield from zip(keys, (parameter for group in optimizer.param_groups for parameter in group["params"]), strict=False)
 
 
 def with_classes(
@@ -224,12 +263,10 @@ def parameters_of(
             item = stored.get(name)
             if is_dtensor(value) and isinstance(item, RowRef):
                 yield item, value
-    groups, states = stored.get("param_groups"), stored.get("state")
-    if not isinstance(current, torch.optim.Optimizer) or not isinstance(groups, list) or not isinstance(states, dict):
+    states = stored.get("state")
+    if not isinstance(current, torch.optim.Optimizer) or not isinstance(states, dict):
         return
-    keys = [key for group in groups if isinstance(group, dict) for key in _items(group.get("params"))]
-    parameters = [parameter for group in current.param_groups for parameter in group["params"]]
-    for key, parameter in zip(keys, parameters, strict=False):
+    for key, parameter in _numbered(current, stored):
         for value in _items(states.get(key)):
             if isinstance(value, RowRef):
                 yield value, parameter
@@ -270,8 +307,8 @@ class PipelineStages:
         states = stored.get("state")
         if isinstance(states, dict) and all(type(key) is int for key in states):
             # Without tensors, the states of all stages are equivalent.
-            for row in rows_in(states)[:1]:
-                self._numbered.append((name, optimizer, self._rank_of(row)))
+            ranks = dict.fromkeys(map(self._rank_of, rows_in(states)))
+            self._numbered += [(name, optimizer, rank) for rank in ranks]
 
     def problems(self) -> Iterator[str]:
         """Yield the problems, once all objects were added."""

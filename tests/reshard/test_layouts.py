@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,7 @@ from asymcheck import Store, StoreConfig, TensorShard
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import StateMismatchError, UnsupportedValueError
 from asymcheck.state.boxes import Box
-from asymcheck.state.shards import shard_of
+from asymcheck.state.shards import locals_of, shard_of
 from tests.reshard.ranks import as_rank, cut_in_grid, distributed, local_of, save_rank, save_ranks
 from tests.store.equality import tensor_bytes
 
@@ -219,6 +220,50 @@ def test_a_rank_outside_the_mesh_of_a_tensor_has_an_empty_part(tmp_path: Path, s
         plain = torch.zeros_like(full)
         store.load(into={"w": plain})
         assert tensor_bytes(plain) == tensor_bytes(full)
+
+
+def _experts(ranks: Sequence[int]) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
+    """Return parameters, each on one rank and trained for as many steps as its number, and their optimizer."""
+    # torch would reuse the mesh of another rank if the names were equal.
+    names = (f"rank{dist.get_rank()}",)
+    meshes = [DeviceMesh("cpu", [rank], mesh_dim_names=names, _init_backend=False) for rank in ranks]
+    experts = torch.nn.ParameterList(zeros(3, device_mesh=mesh, placements=[Replicate()]) for mesh in meshes)
+    optimizer = torch.optim.Adam(experts.parameters())
+    for number, (mesh, expert) in enumerate(zip(meshes, experts, strict=True)):
+        for _ in range(number if mesh.get_coordinate() is not None else 0):
+            expert.grad = DTensor.from_local(torch.full((3,), 1.0 + number), mesh, [Replicate()], run_check=False)
+            optimizer.step()
+        expert.grad = None
+    return experts, optimizer
+
+
+def _moments(experts: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, list[float]]]:
+    """Return the state of each parameter that has one."""
+    return {
+        number: {key: locals_of([value])[0].tolist() for key, value in optimizer.state[expert].items()}
+        for number, expert in enumerate(experts)
+        if expert in optimizer.state
+    }
+
+
+@pytest.mark.parametrize("ranks", [(2, 0, 0), (1, 2, 0), (0, 1, 0), None])
+def test_moments_move_with_parameters_on_a_part_of_the_ranks(tmp_path: Path, ranks: Sequence[int] | None) -> None:
+    """Test that each rank gets the state of its parameters, and no other; None is for plain parameters."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        save_id = new_save_id()
+        for rank in range(2):
+            with as_rank(rank, 2):
+                experts, optimizer = _experts((1, 0, 1))
+                save_rank(store, {"experts": experts, "optimizer": optimizer}, 0, rank, 2, save_id)
+        for rank in range(3):
+            with as_rank(rank, 3):
+                trained = _moments(*_experts([rank] * 3))
+                experts = _experts(ranks)[0] if ranks else torch.nn.ParameterList(torch.zeros(3) for _ in range(3))
+                optimizer = torch.optim.Adam(experts.parameters())
+                into = {"experts": experts, "optimizer": optimizer}
+                store.restore(into=into, rank=rank, grows=True, world_size=3)
+                here = [number for number in trained if not ranks or ranks[number] == rank]
+                assert _moments(experts, optimizer) == {number: trained[number] for number in here}
 
 
 def test_a_scalar_on_a_mesh_without_this_rank_is_refused() -> None:

@@ -409,7 +409,7 @@ class InPlaceFill:
             )
             problems.append(f"{where}stored, but not in the given state: {listed(unused)}{advice}")
         if self._grows and path:
-            for key, shape in self._added(current, mappings):
+            for key, shape in self._added(current, mappings, path):
                 finishes[key] = self._made(shape, (*path, key))
 
         def finish(assembly: Assembly) -> object:
@@ -421,14 +421,21 @@ class InPlaceFill:
 
         return finish
 
-    def _added(self, current: dict[Key, object], mappings: Sequence[dict[Key, object]]) -> Iterator[tuple[Key, object]]:
+    def _added(
+        self, current: dict[Key, object], mappings: Sequence[dict[Key, object]], path: tuple[Key, ...]
+    ) -> Iterator[tuple[Key, object]]:
         """Yield the entries of the own rank that a mapping lacks."""
         for key in mappings[0]:
             shapes = [mapping[key] for mapping in mappings if key in mapping]
-            # Another rank may train these tensors now. A second copy of them would become outdated.
-            is_of_others = self._reshards and len(shapes) < len(mappings) and any(map(rows_in, shapes))
-            if key not in current and not is_of_others:
-                yield key, self._created_from(shapes)
+            if key in current:
+                continue
+            if self._reshards and any(map(rows_in, shapes)):
+                # Another rank may train these tensors now. A second copy of them would become outdated.
+                if len(shapes) < len(mappings):
+                    continue
+                if not self._parts.is_whole:
+                    self._refuse((*path, key), "is not in the given state, and parts of some ranks are missing")
+            yield key, self._created_from(shapes)
 
     def _match_sequence(
         self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]

@@ -59,6 +59,11 @@ class ShardSet:
         """Shape of the state in the rank's own manifest."""
         return read_shape(self._manifests[0])
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the manifests of all ranks are known."""
+        return len(self._manifests) == self._manifests[0].header.world_size
+
     def shapes(self) -> list[object]:
         """Return the distinct states of the ranks, the own first.
 

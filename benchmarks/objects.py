@@ -31,11 +31,13 @@ from asymcheck.format import layout
 from benchmarks import environment, objects_peers, resident, states, training
 from benchmarks.beside_training import PUSH, Location, TrainingSlowdown
 from benchmarks.coldness import make_cold
-from benchmarks.report import Report, Row, best, rotated, row
+from benchmarks.report import Report, best, rotated, row
 from tools.local_objects import BUCKET, LocalObjects, Proxy, program, variables
 
 PUT, RESTORE, GET = "raw put", "asymcheck load into", "raw get"
-_SAVE, _LOAD = "save", "load"
+SAVES, LOADS = "throughput of saves", "throughput of loads"
+Times = dict[tuple[str, str], list[float]]
+"""Seconds of each round, by system and metric."""
 _BEST_BYTES = 64 << 20
 """Size of a large object."""
 _REQUESTS = 4
@@ -67,7 +69,8 @@ def run(
             times = measured.measure(2 if quick else 4)
             in_training, alone = measured.requests(server.endpoint)
             results = [
-                _throughput(name, [measured.gigabytes / value for value in values]) for name, values in times.items()
+                row(name, metric, "GB/s", [measured.gigabytes / value for value in values])
+                for (name, metric), values in times.items()
             ]
             memory = measured.memory()
             location = _location(server)
@@ -88,21 +91,19 @@ def run(
     return Report("objects", described, results, _quotients(times) | ratios)
 
 
-def _throughput(name: str, values: Sequence[float]) -> Row:
-    is_save = name in (PUSH, PUT) or name.endswith(f", {_SAVE}")
-    return row(name.rpartition(", ")[0] or name, f"throughput of {'saves' if is_save else 'loads'}", "GB/s", values)
-
-
-def _quotients(times: dict[str, list[float]]) -> dict[str, float]:
+def _quotients(times: Times) -> dict[str, float]:
     """Return the throughput relative to the client and to the fastest other library."""
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    pairs = [(PUSH, PUT, "push/raw_put"), (RESTORE, GET, "restore/raw_get")]
-    for ours, ending, label in ((PUSH, _SAVE, "push/best_peer"), (RESTORE, _LOAD, "restore/best_peer")):
-        peers = [name for name in times if name.endswith(f", {ending}")]
-        pairs += [(ours, best(medians, peers), label)] if peers else []
+    pairs: list[tuple[str, str, str, str]] = []
+    for ours, raw, metric, label in ((PUSH, PUT, SAVES, "push/raw_put"), (RESTORE, GET, LOADS, "restore/raw_get")):
+        pairs.append((ours, raw, metric, label))
+        peers = {name: statistics.median(s) for (name, known), s in times.items() if known == metric}
+        if others := [name for name in peers if name not in (ours, raw)]:
+            pairs.append((ours, best(peers, others), metric, f"{label.partition('/')[0]}/best_peer"))
     return {
-        label: statistics.median(theirs_s / ours_s for theirs_s, ours_s in zip(times[theirs], times[ours], strict=True))
-        for ours, theirs, label in pairs
+        label: statistics.median(
+            theirs_s / ours_s for theirs_s, ours_s in zip(times[theirs, metric], times[ours, metric], strict=True)
+        )
+        for ours, theirs, metric, label in pairs
     }
 
 
@@ -180,17 +181,17 @@ class _Throughput:
         self._peers = objects_peers.available(endpoint, os.environ["AWS_REGION"])
         self.gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
 
-    def measure(self, rounds: int) -> dict[str, list[float]]:
+    def measure(self, rounds: int) -> Times:
         """Return the seconds of each, by round, after one warm-up round.
 
         Raises:
             RuntimeError: a restored state differs from the saved state.
         """
-        times: dict[str, list[float]] = {}
+        times: Times = {}
         for number in range(rounds + 1):
-            for name, value in self._round(number).items():
+            for key, value in self._round(number).items():
                 if number:
-                    times.setdefault(name, []).append(value)
+                    times.setdefault(key, []).append(value)
         return times
 
     def _save(self) -> Store:
@@ -202,38 +203,38 @@ class _Throughput:
         make_cold([path for path in (self._where / layout.PACKS).rglob("*") if path.is_file()])
         return store
 
-    def _round(self, number: int) -> dict[str, float]:
+    def _round(self, number: int) -> dict[tuple[str, str], float]:
         """Save an entirely new state, send it by each way, put the same number of bytes, and read all."""
         self._save().close()
-        took: dict[str, float] = {}
+        took: dict[tuple[str, str], float] = {}
         for name in rotated([PUSH, *self._peers], number):
             took |= self._ours(number) if name == PUSH else self._peer(name, number)
         return took
 
-    def _ours(self, number: int) -> dict[str, float]:
+    def _ours(self, number: int) -> dict[tuple[str, str], float]:
         """Push and restore, then put and get the same number of bytes by the client."""
         place, raw = f"ours-{number}", f"raw-{number}"
         with Store.open(self._where, config=self._config) as store:
-            took = {PUSH: _timed(lambda: store.push(f"s3://{BUCKET}/{place}"))}
+            took = {(PUSH, SAVES): _timed(lambda: store.push(f"s3://{BUCKET}/{place}"))}
         sizes = self._raw.sizes(f"{place}/packs/")
-        took[PUT] = self._raw.put(raw, sizes)
+        took[PUT, SAVES] = self._raw.put(raw, sizes)
         _fill(self._into)
         with Store.open(f"s3://{BUCKET}/{place}", config=self._config) as remote:
-            took[RESTORE] = _timed(lambda: remote.load(into=self._into))
-        took[GET] = self._raw.get(raw, sizes)
+            took[RESTORE, LOADS] = _timed(lambda: remote.load(into=self._into))
+        took[GET, LOADS] = self._raw.get(raw, sizes)
         objects_peers.check("asymcheck", self._state, self._into)
         for prefix in (place, raw):
             self._raw.remove(prefix)
         return took
 
-    def _peer(self, name: str, number: int) -> dict[str, float]:
+    def _peer(self, name: str, number: int) -> dict[tuple[str, str], float]:
         """Save and load by another library."""
         peer, place = self._peers[name], f"peer-{number}"
         url = f"s3://{BUCKET}/{place}"
         _fill(self._into)
-        took = {f"{name}, {_SAVE}": _timed(lambda: peer.save(self._state, url))}
+        took = {(name, SAVES): _timed(lambda: peer.save(self._state, url))}
         loaded: list[dict[str, object]] = []
-        took[f"{name}, {_LOAD}"] = _timed(lambda: loaded.append(peer.load(self._into, url)))
+        took[name, LOADS] = _timed(lambda: loaded.append(peer.load(self._into, url)))
         objects_peers.check(name, self._state, loaded[0])
         self._raw.remove(place)
         return took
@@ -286,7 +287,8 @@ def _location(server: LocalObjects) -> Location:
             putting = process.submit(_put, server.endpoint, f"raw-{number}", sizes)
             yield putting.done
             putting.result()
-        raw.remove(f"raw-{number}")
+        for prefix in (f"warm-{number}", f"raw-{number}"):
+            raw.remove(prefix)
 
     return Location(f"s3://{BUCKET}/trained", lambda: raw.sizes("trained/packs/"), put, server.processor_s)
 

@@ -78,7 +78,6 @@ def _connector(region: str) -> Peer:
 def _distributed(writer: Callable[[str], Any], reader: Callable[[str], Any]) -> Peer:
     return Peer(
         lambda state, url: save_distributed(dict(state), storage_writer=writer(url)),
-        # Lists are restored by their elements, so the state itself may be loaded into.
         lambda into, url: load_distributed(into, storage_reader=reader(url)),
     )
 

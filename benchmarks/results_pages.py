@@ -141,8 +141,8 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     "tensors 0.17 s for each GB.",
     ("objects", "slowdown_while_pushing"): "The slowdowns of single checkpoints are 0.88 to 1.46. For 120 MB, the push "
     "takes 0.33 s of processor time, the client's put 0.27 s, and the server 1.1 s. The rest is not explained.",
-    ("objects", "push_memory_mib"): "Encoded packs wait beside the packs that are sent. Without compression, the same "
-    "push needs at most 225 MiB.",
+    ("objects", "push_memory_mib"): "Encoded packs wait beside the packs that are sent. Without compression, a push of "
+    "0.7 GB needed at most 225 MiB.",
     ("objects", "requests_per_checkpoint/bound"): "The bound permits objects of 64 MiB, and those of asymcheck have at "
     "most 48 MiB to save memory. Besides them, a checkpoint takes five listings, which show what other programs have "
     "sent or removed, a get and a put.",

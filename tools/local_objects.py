@@ -27,6 +27,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tools.processes import processor_s
+
 BUCKET = "checkpoints"
 _USERS = {
     "identities": [
@@ -132,9 +134,7 @@ class LocalObjects:
         """Return the processor time in seconds that the server has used."""
         if self._server is None:
             raise RuntimeError("the server is not running")
-        # The process name may contain any character. State and ten numbers follow it, then user and system time.
-        fields = Path(f"/proc/{self._server.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_s([self._server.pid])
 
     def kill(self) -> None:
         """End the server with SIGKILL."""

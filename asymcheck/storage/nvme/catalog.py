@@ -71,6 +71,8 @@ _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _NO_ROOM_BYTES = 1 << 20
 _GIVE_WAY_S = 1.0
 _GIVE_WAY_POLL_S = 0.01
+# A writer that was just served lets waiting writers pass for this time.
+_TURN_S = 0.02
 _WALK_TIMEOUT_S = 600
 # The child process imports nothing of this package, which would load torch.
 _WALK = """
@@ -482,7 +484,7 @@ class Catalog:
             LockTimeoutError: another process, named in the message, holds the writer lock.
         """
         # A process that takes the lock again at once would starve those that poll for it.
-        deadline = time.monotonic() + (_GIVE_WAY_S if gives_way else 2 * _GIVE_WAY_POLL_S)
+        deadline = time.monotonic() + (_GIVE_WAY_S if gives_way else _TURN_S)
         while time.monotonic() < deadline and self._is_writer_waiting():
             time.sleep(_GIVE_WAY_POLL_S)
         with self._writer_lock(gives_way=gives_way), self._transaction(write=True) as transaction:

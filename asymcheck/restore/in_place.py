@@ -19,7 +19,7 @@ from asymcheck.format.tree import Key, join_name
 from asymcheck.format.typed_value import SETS
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.read_plan import Demand
-from asymcheck.restore.reshard import ShardSet
+from asymcheck.restore.reshard import ShardSet, box_of
 from asymcheck.restore.state_dict_check import (
     PipelineStages,
     differences,
@@ -306,6 +306,13 @@ class InPlaceFill:
 
         return finish
 
+    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether a parameter may come from another rank. A DTensor may have moved to a mesh with this rank."""
+        if self._merges or self._reshards or not is_dtensor(parameter):
+            return self._merges or self._reshards
+        number, _ = self._taken.get(identity_key(locals_of([parameter])[0]), (None, None))
+        return number is None or not box_of(self._parts.row(number)).elements
+
     def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
         mappings = [value for value in stored if isinstance(value, dict)]
@@ -319,8 +326,7 @@ class InPlaceFill:
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             return self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
         instances = functools.cache(lambda: instances_in(self._state, state))
-        merges = self._merges or self._reshards
-        shape = with_classes(state_for(current, mappings, state, merges=merges), state, instances)
+        shape = with_classes(state_for(current, mappings, state, self._is_new), state, instances)
         self._problems += [
             ".".join(filter(None, (name, problem)))
             for problem in misfits(current, shape, self._parts.row, self._stored_where)

@@ -166,16 +166,19 @@ def _group_sizes(groups: object) -> list[int]:
 
 
 def state_for(
-    current: object, stored: Sequence[dict[Key, object]], state: Mapping[str, object], *, merges: bool
+    current: object,
+    stored: Sequence[dict[Key, object]],
+    state: Mapping[str, object],
+    is_new: Callable[[torch.nn.Parameter], bool],
 ) -> dict[Key, object]:
     """Return the stored state for an object that several ranks stored under one name: that of the first.
 
-    If ranks stored different tensors of a module (pipeline stages), return the tensors that are in ``state``. With
-    ``merges``, an optimizer gets the state of each parameter from a rank that has it.
+    If ranks stored different tensors of a module (pipeline stages), return the tensors that are in ``state``. An
+    optimizer gets the state of each parameter that ``is_new`` on this rank from a rank that has it.
     """
     first = stored[0]
-    if merges and isinstance(current, torch.optim.Optimizer):
-        return _of_parameters_here(current, stored)
+    if isinstance(current, torch.optim.Optimizer):
+        return _of_parameters_here(current, stored, is_new)
     if not isinstance(current, torch.nn.Module) or all(other.keys() == first.keys() for other in stored):
         return first
     merged = merge(stored)
@@ -184,7 +187,9 @@ def state_for(
     return like_mapping(merged, {key: value for key, value in merged.items() if key in state})
 
 
-def _of_parameters_here(optimizer: torch.optim.Optimizer, stored: Sequence[dict[Key, Any]]) -> dict[Key, object]:
+def _of_parameters_here(
+    optimizer: torch.optim.Optimizer, stored: Sequence[dict[Key, Any]], is_new: Callable[[torch.nn.Parameter], bool]
+) -> dict[Key, object]:
     """Return the first stored state of an optimizer, with the state of parameters that only other ranks trained.
 
     A DTensor on a part of the ranks has no state on the others, and may be on other ranks now.
@@ -198,8 +203,8 @@ def _of_parameters_here(optimizer: torch.optim.Optimizer, stored: Sequence[dict[
     for key, parameter in _numbered(optimizer, first):
         if is_dtensor(parameter) and parameter.device_mesh.get_coordinate() is None:
             kept.pop(key, None)
-        elif parameter.requires_grad and (found := [known[key] for known in states if key in known]):
-            kept[key] = found[0]
+        elif key not in kept and parameter.requires_grad and is_new(parameter):
+            kept.update(next(({key: known[key]} for known in states if key in known), {}))
     return like_mapping(first, {**first, "state": kept})
 
 

@@ -246,24 +246,49 @@ def _moments(experts: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) 
     }
 
 
-@pytest.mark.parametrize("ranks", [(2, 0, 0), (1, 2, 0), (0, 1, 0), None])
-def test_moments_move_with_parameters_on_a_part_of_the_ranks(tmp_path: Path, ranks: Sequence[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "ranks"),
+    [(3, (2, 0, 0)), (3, (1, 2, 0)), (3, (0, 1, 0)), (3, None), (2, (0, 1, 1)), (2, (0, 0, 0)), (2, (1, 0, 1))],
+)
+@pytest.mark.parametrize("names", [("experts", "optimizer"), ("optimizer", "experts")])
+def test_moments_move_with_parameters_on_a_part_of_the_ranks(
+    tmp_path: Path, world_size: int, ranks: Sequence[int] | None, names: Sequence[str]
+) -> None:
     """Test that each rank gets the state of its parameters, and no other; None is for plain parameters."""
     with Store.open(tmp_path / "store", create=True) as store:
         save_id = new_save_id()
         for rank in range(2):
             with as_rank(rank, 2):
-                experts, optimizer = _experts((1, 0, 1))
-                save_rank(store, {"experts": experts, "optimizer": optimizer}, 0, rank, 2, save_id)
-        for rank in range(3):
-            with as_rank(rank, 3):
+                objects = dict(zip(("experts", "optimizer"), _experts((1, 0, 1)), strict=True))
+                save_rank(store, {name: objects[name] for name in names}, 0, rank, 2, save_id)
+        for rank in range(world_size):
+            with as_rank(rank, world_size):
                 trained = _moments(*_experts([rank] * 3))
                 experts = _experts(ranks)[0] if ranks else torch.nn.ParameterList(torch.zeros(3) for _ in range(3))
                 optimizer = torch.optim.Adam(experts.parameters())
-                into = {"experts": experts, "optimizer": optimizer}
-                store.restore(into=into, rank=rank, grows=True, world_size=3)
+                objects = {"experts": experts, "optimizer": optimizer}
+                into = {name: objects[name] for name in names}
+                store.restore(into=into, rank=rank, grows=True, world_size=world_size)
                 here = [number for number in trained if not ranks or ranks[number] == rank]
                 assert _moments(experts, optimizer) == {number: trained[number] for number in here}
+
+
+def test_ranks_with_separate_experts_of_one_name_keep_their_moments(tmp_path: Path) -> None:
+    """Test an expert that its rank has not trained yet: it gets no moments of another expert with the same name."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        save_id = new_save_id()
+        for rank in range(2):
+            with as_rank(rank, 2):
+                experts, optimizer = _experts([rank] * 3)
+                if rank == 1:
+                    optimizer.state.pop(experts[2])
+                save_rank(store, {"experts": experts, "optimizer": optimizer}, 0, rank, 2, save_id)
+        for rank in range(2):
+            with as_rank(rank, 2):
+                experts = _experts([rank] * 3)[0]
+                optimizer = torch.optim.Adam(experts.parameters())
+                store.restore(into={"experts": experts, "optimizer": optimizer}, rank=rank, grows=True, world_size=2)
+                assert sorted(_moments(experts, optimizer)) == ([1] if rank else [1, 2])
 
 
 def test_a_scalar_on_a_mesh_without_this_rank_is_refused() -> None:

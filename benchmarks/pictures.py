@@ -82,7 +82,7 @@ def _drive(axis: Axes, reports: Reports) -> None:
     ends = [-0.6, len(saves) - 0.4, len(saves) + 0.4, len(saves) + len(restores) + 0.6]
     for limit, top, bottom in zip(limits, ends[::2], ends[1::2], strict=True):
         axis.plot([limit.median] * 2, [top, bottom], color=_LIMIT, linestyle="--", linewidth=1.2)
-    axis.annotate("limit of the drive", (limits[0].median, len(saves)), fontsize=7.5, va="center", ha="left")
+    axis.annotate("raw write, raw read", (limits[0].median, len(saves)), fontsize=7.5, va="center", ha="left")
     for name, end in (("save", -0.4), ("restore", len(saves) + 0.6)):
         axis.annotate(
             name, (1, end), xycoords=("axes fraction", "data"), fontsize=9, style="italic", ha="right", va="top"
@@ -112,8 +112,9 @@ _PICTURES: Sequence[tuple[set[str], Callable[[Axes, Reports], None], str]] = (
         {"durable", "restore"},
         _drive,
         (
-            "Middle: time until it is durable (above) or restored into the model (below). Dashed: a raw write or read, "
-            "with 4 requests of 8 MiB in flight. asymcheck has up to 8 of 4 MiB, and can be faster."
+            "Middle: time until it is durable (above) or restored into the model (below). Dashed: a raw write or read "
+            "with 4 requests of 8 MiB in flight, for comparison. asymcheck has up to 8 requests of 4 MiB in flight, so "
+            "it can be faster."
         ),
     ),
     (

@@ -101,7 +101,8 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     ("stall", "slowdown_every_10"): "The two trainings with checkpoints differ by more: 0.96 and 1.10.",
     ("stall", "stall_p95/best_peer"): "About two thirds of the median stall are digests of a sixteenth of the state in "
     "`step()` and at the fence, which detect torn checkpoints. The longest stalls are not explained.",
-    ("gpu", "capture/limit"): "The first copy begins 2 ms after the call of `step()`. The other 3 ms are not measured.",
+    ("gpu", "capture/limit"): "The capture takes 5 ms longer than the copy alone. The first copy begins 2 ms after the "
+    "call of `step()`; the cause of the other 3 ms is not known.",
     ("gpu", "slowdown_every_10"): "Not explained. In the same run, `asymmetric` has 1.003 "
     "([decision 32](../decisions/0032-immediate-schedule.md)).",
     (
@@ -127,8 +128,8 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     ("models", "durable/best_peer"): "The best library, safetensors, stops the training until its file is durable. "
     "asymcheck writes while the training goes on, on the same cores.",
     ("models", "recovery/best_peer"): "The best library maps a file that is in the page cache. With 1.5 GB, asymcheck "
-    "scans the memory of the killed process (0.1 s), copies the state (0.15 s), and frees the memory (0.15 s). Before, "
-    "it writes captures that are not durable.",
+    "scans the memory of the killed process (0.1 s), copies the state (0.15 s), and frees the memory (0.15 s). First, "
+    "it writes the captures that were only in memory.",
     ("models", "stall_p95/best_peer_every_10"): "The p95 of four checkpoints is their maximum; the median is "
     "35 ms. In another run, Python code for the 2,333 tensors of ResNet-152 took 20 ms, and digests of a sixteenth of "
     "the state in `step()` and at the fence took 16 ms.",
@@ -186,12 +187,16 @@ def _summary(reports: Reports, captions: Sequence[str], manual: str) -> Iterator
 
 _LINES: Sequence[tuple[str, str, str, str, str | None]] = (
     ("a checkpoint stops the training", "stall", "visible stall, every 10", "asymcheck immediate", None),
-    ("the same on a GPU", "gpu", "visible stall, every 10", "asymcheck immediate", None),
+    ("each of the first two", "stall", "visible stall of the first two, every 10", "asymcheck immediate", None),
+    ("a checkpoint on a GPU, iterations of 61 ms", "gpu", "visible stall, every 10", "asymcheck immediate", None),
+    ("with iterations of 11 ms", "gpu", "visible stall, every 10, one sequence", "asymcheck immediate", None),
+    ("the first one on a GPU", "gpu", "visible stall of the first", "asymcheck immediate", None),
     ("durable save", "durable", "time to durable", "asymcheck new", "raw new"),
     ("restore into the model", "restore", "time to restore", "asymcheck load into", "raw read"),
-    ("restore into new tensors", "restore", "time to restore", "asymcheck load", "raw read, new memory"),
-    ("restore onto a GPU", "gpu", "time to restore onto the device", "asymcheck load into", "raw read"),
+    ("restore into new tensors", "restore", "time to restore", "asymcheck load", "raw read"),
+    ("restore onto a GPU", "gpu", "time to restore onto the device", "asymcheck load", "raw read"),
     ("durable save of 5 MB", "small", "time to durable", "asymcheck save", None),
+    ("5 MB durable after `step()`", "small", "time to durable", "asymcheck step and wait", None),
     ("recovery of 5 MB in a new process", "small", "recovery", "asymcheck", None),
 )
 """Lines of the table: title, workload, metric, row of asymcheck, and row of the limit."""
@@ -200,7 +205,7 @@ _LINES: Sequence[tuple[str, str, str, str, str | None]] = (
 def _figures(reports: Reports) -> Iterator[str]:
     """Yield the table of asymcheck beside the best library and the limit of the machine."""
     yield from ("", "Median (minimum to maximum); less is better.", "")
-    yield from ("| | unit | asymcheck | best library | limit of the drive |", "|---|---|---|---|---|")
+    yield from ("| | unit | asymcheck | best other library | raw read or write |", "|---|---|---|---|---|")
     for title, workload, metric, ours, limit in _LINES:
         if workload not in reports:
             continue
@@ -219,7 +224,7 @@ def _figures(reports: Reports) -> Iterator[str]:
     for name, report in reports.items():
         skipped = report.environment.get("skipped", "nothing")
         if name in {line[1] for line in _LINES} and skipped != "nothing":
-            yield f"Not measured by {name}: {skipped}."
+            yield f"Not part of {name}: {skipped}."
 
 
 def _is_peer(system: str) -> bool:
@@ -247,7 +252,7 @@ def _missed(reports: Reports) -> Iterator[str]:
     yield from ("| ratio | target | measured | cause |", "|---|---|---|---|")
     for name, ratio, sign, aim, value in missed:
         cause = _CAUSES.get((name, ratio), _NOT_MEASURED)
-        yield f"| `{ratio}` of [{name}](all.md#{name}) | {sign} {aim:g} | {value:.3g} | {cause} |"
+        yield f"| `{ratio}` of [{name}](all.md#{name}) | {sign} {aim:g} | {_beside(aim, value)} | {cause} |"
 
 
 def _lost_hours(report: Report) -> Iterator[str]:
@@ -255,7 +260,8 @@ def _lost_hours(report: Report) -> Iterator[str]:
     rows = {(one.system, one.metric): one for one in report.results}
     metrics = list(dict.fromkeys(one.metric for one in report.results if one.unit == "GPU-hours"))
     yield from ("", "## GPU-hours lost in a month", "")
-    yield "Simulated from the measured costs and the failures of the Llama 3 run, each scheme at its best interval."
+    yield "Simulated with the failures of the Llama 3 run, and with the costs of GPT-2 on two CPU cores for each GPU."
+    yield "Each scheme has its best interval; `+S+O` are the default settings."
     yield "In parentheses: with all costs at their measured minimum, and at their maximum."
     yield from ("", f"| scheme | {' | '.join(one.removeprefix('lost in a month, ') for one in metrics)} |")
     yield "|---|" + "---|" * len(metrics)
@@ -290,7 +296,12 @@ def _targets(reports: Reports) -> Iterator[str]:
     yield from ("", "## Targets", "", "| | ratio | target | measured |", "|---|---|---|---|")
     for name, ratio, sign, aim, value in sorted(_measured_aims(reports), key=lambda one: _is_reached(*one[2:])):
         mark = "reached" if _is_reached(sign, aim, value) else "**missed**"
-        yield f"| {mark} | `{ratio}` of [{name}](#{name}) | {sign} {aim:g} | {value:.3g} |"
+        yield f"| {mark} | `{ratio}` of [{name}](#{name}) | {sign} {aim:g} | {_beside(aim, value)} |"
+
+
+def _beside(aim: float, value: float) -> str:
+    """Return a measured value with as many digits as show that it differs from the target."""
+    return f"{value:.4g}" if f"{value:.3g}" == f"{aim:.3g}" else f"{value:.3g}"
 
 
 def _is_reached(sign: str, aim: float, value: float) -> bool:

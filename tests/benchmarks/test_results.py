@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import models, results, results_pages
 from benchmarks.models_child import Cell
-from benchmarks.report import Report, Row, row, write_json
+from benchmarks.report import Report, Row, read_json, row, write_json
 
 ENVIRONMENT = dict.fromkeys(
     ("date", "asymcheck", "python", "torch", "peers", "processor", "memory", "kernel", "file system"), "x"
@@ -39,6 +40,31 @@ def test_summary_compares_with_best_library_and_names_missed_targets(tmp_path: P
     assert "| `durable_new/limit` of [durable](all.md#durable) | ≥ 0.9 | 0.75 |" in summary
     assert "`durable_new/best_peer`" not in summary
     assert "| reached | `durable_new/best_peer`" in (tmp_path / "all.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "workload", "ratio"),
+    [
+        ("restore into the model", "restore", "restore/best_peer"),
+        ("restore into new tensors", "restore", "restore_fresh/best_peer"),
+        ("restore onto a GPU", "gpu", "restore/best_peer"),
+        ("durable save", "durable", "durable_new/best_peer"),
+    ],
+)
+def test_published_summary_names_the_library_of_the_ratio(line: str, workload: str, ratio: str) -> None:
+    """Test that the table does not compare with a slower library than the ratio of the same run."""
+    folder = results.TARGET
+    (cells,) = re.findall(
+        rf"^\| {line} \| s \| ([\d.]+) .*: ([\d.]+) ", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    quotient = float(cells[1]) / float(cells[0])
+    assert quotient == pytest.approx(read_json(folder / f"{workload}.json").ratios[ratio], rel=0.02)
+
+
+def test_measured_values_differ_visibly_from_their_targets() -> None:
+    """Test a ratio that misses its target by less than three digits show."""
+    assert results_pages._beside(1.0, 1.0031) == "1.003"
+    assert results_pages._beside(1.0, 1.2034) == "1.2"
 
 
 def test_summary_has_hours_lost_by_each_scheme(tmp_path: Path) -> None:

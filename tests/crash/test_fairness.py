@@ -110,6 +110,7 @@ def _order(folder: Path) -> list[str]:
     return [line.split('"')[3] for line in (folder / "journal").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_waiting_writer_precedes_a_collection(zygote: Zygote, tmp_path: Path) -> None:
     """Test a collection that begins while a writer waits for the lock: it goes behind the writer."""
     expected = []

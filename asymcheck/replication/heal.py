@@ -89,7 +89,8 @@ def _heads(
     remote: RemoteTier, local: NvmeTier, unrepaired: Sequence[Unrepaired], failed: dict[str, str]
 ) -> list[Repair]:
     done = []
-    for problem in unrepaired:
+    # Newest first, because a fetched record proves that the earlier ones are of the same training.
+    for problem in sorted(unrepaired, key=lambda problem: problem.where, reverse=True):
         _, run, name = problem.where.split("/") if problem.kind in _HEADS else ("", "", "")
         generation = layout.parse_head_name(name)
         if generation is None:

@@ -237,6 +237,19 @@ def test_head_records_are_brought_back(store: Path, folder: str, lose: Callable[
     assert head.read_bytes() == before
 
 
+def test_all_head_records_are_brought_back_by_one_repair(store: Path, folder: str) -> None:
+    """Test a lost record of a generation whose checkpoint is not at the location, as its retention deletes it."""
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        for step in (3, 4):
+            parent = opened.checkpoints()[-1]
+            opened.save(state_of(step), step=step, generation=opened.training.begin_generation(parent))
+        opened.push(folder, 4)
+    shutil.rmtree(store / "heads")
+    with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
+        assert opened.repair().left == ()
+        assert [checkpoint.on_line for checkpoint in opened.checkpoints()] == [True] * 4
+
+
 def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: str, tmp_path: Path) -> None:
     """Test a head record of a generation of which both sides have no common checkpoint: it stays damaged."""
     save_steps(tmp_path / "other", 1)

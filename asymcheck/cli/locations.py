@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from asymcheck.cli.options import Report
 from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.gc.collect import CollectedRing
 from asymcheck.storage.local_files import translated
-from asymcheck.storage.shm.orphaned_rings import RingCapture, RingFile, newer_than_stored, restore_command, survey_rings
+from asymcheck.storage.shm.orphaned_rings import (
+    RingCapture,
+    RingFile,
+    newer_than_stored,
+    restore_command,
+    ring_folder_words,
+    survey_rings,
+)
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -156,4 +164,5 @@ def describe_collected_ring(collected: CollectedRing, store: str, *, dry_run: bo
     advice = "The captures cannot be recovered"
     if collected.unsaved and not collected.is_store_missing:
         advice = _ring_advice(store, ring.run, ring.path.parent)
-    return f"kept {name}{origin}: {content}. {advice}. To remove the ring: asymcheck gc --discard-rings"
+    words = ["asymcheck", "gc", store, "--discard-rings", *ring_folder_words(ring.path.parent)]
+    return f"kept {name}{origin}: {content}. {advice}. To remove all kept rings: {shlex.join(words)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -110,7 +111,7 @@ def verify(
             place = store if is_uri(store) else os.path.abspath(store)
             reports = run_on_ray(partial(_check, place, run, step, deep=is_deep), shards, progress)
             document = _merged({f"shard {number}": report for number, report in enumerate(reports)})
-    return _report({**document, "store": store, "repaired": repaired}, is_shard=shard is not None)
+    return _report({**document, "store": store, "repaired": repaired}, is_shard=shard is not None, remote=remote)
 
 
 def _check(
@@ -146,19 +147,19 @@ def _check(
     }
 
 
-def _report(document: dict[str, Any], *, is_shard: bool = False) -> Report:
+def _report(document: dict[str, Any], *, is_shard: bool = False, remote: str | None = None) -> Report:
     """Report the findings of a check or of a shard. The field ``shard`` of the document describes both."""
     findings, shard = document["findings"], document["shard"]
     incomplete = _named(findings, _INCOMPLETE)
     document = {**document, "lost": sorted(_lost(findings)), "incomplete": sorted(incomplete)}
-    show = partial(_show_verified, document, is_shard=is_shard)
+    show = partial(_show_verified, document, is_shard=is_shard, remote=remote)
     if is_shard:
         return Report(document, show)
     is_lost = shard["step"] is not None and len(incomplete) == document["checkpoints"]
     return Report({**document, "shard": None}, show, exit_status.DAMAGED if is_lost else _status(findings))
 
 
-def _show_verified(document: dict[str, Any], *, is_shard: bool) -> None:
+def _show_verified(document: dict[str, Any], *, is_shard: bool, remote: str | None) -> None:
     findings, shard = document["findings"], document["shard"]
     if document["repaired"] is not None:
         _show_repaired(document["repaired"])
@@ -173,6 +174,12 @@ def _show_verified(document: dict[str, Any], *, is_shard: bool) -> None:
     _show_verdict(findings, document["checkpoints"], has_parts=shard["has_parts"])
     if not document["deep"]:
         click.echo("frames were not read; pass --deep to read and check them")
+    if _status(findings) == exit_status.DAMAGED and not is_uri(document["store"]):
+        if document["repaired"] is None:
+            words = shlex.join(["asymcheck", "verify", document["store"], "--repair"])
+            click.echo(output.printable(f"to repair: {words}; add --remote LOCATION if checkpoints were pushed"))
+        elif remote is None:
+            click.echo("if checkpoints were pushed, add --remote LOCATION to fetch lost data")
 
 
 def _lost(findings: Sequence[Finding]) -> set[str]:
@@ -188,7 +195,7 @@ def _show_repaired(repaired: Repaired) -> None:
         click.echo(output.printable(f"found:     {done.where}: {done.found}"))
         click.echo(output.printable(f"repaired:  {done.where}: {done.done}"))
     for left in repaired.left:
-        click.echo(output.printable(f"remaining: {left.where}: {left.message}: {left.remedy}"))
+        output.print_entry(f"remaining: {left.where}: {left.message}", [f"remedy: {left.remedy}"])
     if not repaired.done:
         click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
 

@@ -44,7 +44,7 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     outcome = call("verify", store)
     assert outcome.status == 1
     assert "damaged-frame" in outcome.out
-    assert "3 cannot be restored" in outcome.out
+    assert f"3 cannot be restored\nto repair: asymcheck verify {store} --repair; add --remote" in outcome.out
     document = call("verify", store, "--json").json
     assert set(document) == {"store", "checkpoints", "deep", "lost", "incomplete", "findings", "repaired", "shard"}
     assert document["shard"] is None

@@ -41,8 +41,12 @@ def restore_command(store: Path | str, run: str | None, ring_folder: Path, step:
     words = ["asymcheck", "restore", str(store), "--tier", "memory"]
     words += [] if step is None else ["--step", str(step)]
     words += [] if run is None or run == DEFAULT_RUN else ["--run", run]
-    words += [] if ring_folder == ring_folder_of(None) else ["--ring-folder", str(ring_folder)]
-    return f"{shlex.join(words)} --to FILE"
+    return f"{shlex.join(words + ring_folder_words(ring_folder))} --to FILE"
+
+
+def ring_folder_words(folder: Path) -> list[str]:
+    """Return the option that names ``folder``, or nothing for the default folder."""
+    return [] if folder == ring_folder_of(None) else ["--ring-folder", str(folder)]
 
 
 def list_rings(folder: Path, store_id: bytes | None) -> list[Path]:

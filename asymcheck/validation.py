@@ -78,7 +78,7 @@ def check_which(step: object) -> int | str:
     if not isinstance(step, str):
         return check_step(step)
     if not _SAVE_NAME.fullmatch(step):
-        raise InvalidInputError(f"step {step!r:.100}: give a step, or save:DIGITS with the first digits of a save id")
+        raise InvalidInputError(f"step {step!r:.100}: give an integer, or save:DIGITS, the start of a save id")
     return step
 
 

@@ -39,8 +39,9 @@ class Lineage:
         return limit is None or ref <= limit
 
 
-_NAME_A_STEP = "name the step to restore (step=… or --step)"
-_NAME_ANOTHER = "it was saved more than once: name one of the saves (save:DIGITS, see asymcheck log --all)"
+_FETCH = "fetch the record from a location (asymcheck verify STORE --repair --remote LOCATION)"
+_NAME_A_STEP = f"{_FETCH}, or name the step to restore (step=… or --step)"
+_NAME_ANOTHER = f"{_FETCH}, or name one of the saves of this step (save:DIGITS, see asymcheck log --all)"
 
 
 Heads = dict[int, HeadRecord]
@@ -84,7 +85,7 @@ def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> H
         raise _unknown(run, step, str(error)) from error
     if head is None:
         if generation > 1:
-            raise _unknown(run, step, f"generation {generation} has no head record")
+            raise _unknown(run, step, _no_head(generation))
         return None
     return head[0]
 
@@ -102,16 +103,16 @@ def check_generations(listings: list[CheckpointFiles], line: Lineage, step: int 
     """Raise if a checkpoint has a later generation than all head records, because a record was lost then."""
     for listing in listings:
         if listing.ref.generation > line.generation:
-            problem = (
-                f"it has a checkpoint of generation {listing.ref.generation}, but the newest head record is of "
-                f"generation {line.generation}: a head record was lost"
-            )
-            raise _unknown(listing.run, step, problem)
+            raise _unknown(listing.run, step, _no_head(listing.ref.generation))
 
 
 def _unknown(run: str, step: int | None, problem: str) -> HeadRecordError:
     which, remedy = ("is newest", _NAME_A_STEP) if step is None else (f"of step {step} is meant", _NAME_ANOTHER)
-    return HeadRecordError(f"which checkpoint of run {run} {which} cannot be known: {problem}; {remedy}")
+    return HeadRecordError(f"cannot tell which checkpoint of run {run} {which}: {problem}; {remedy}")
+
+
+def _no_head(generation: int) -> str:
+    return f"generation {generation} has no head record"
 
 
 def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> int:

@@ -78,6 +78,6 @@ def test_a_merge_of_the_newest_needs_a_known_line(call: Call, store: Path) -> No
     (store / "heads" / "default" / "00000002.head").unlink()
     outcome = call("merge", store, "--last", 2)
     assert outcome.status == exit_status.UNREADABLE
-    assert "which checkpoint of run default is newest cannot be known" in outcome.err
+    assert "cannot tell which checkpoint of run default is newest" in outcome.err
     missing = call("merge", store, "--last", 2, "--run", "nobody")
     assert (missing.status, "has no run 'nobody'" in missing.err) == (exit_status.NOT_FOUND, True)

@@ -253,7 +253,7 @@ def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
     assert _value(store.load(1)) == "1"
     assert {c.on_line for c in store.checkpoints()} == {None}
     heads[1].unlink()
-    with pytest.raises(HeadRecordError, match="a head record was lost"):
+    with pytest.raises(HeadRecordError, match="generation 2 has no head record; fetch the record"):
         store.load()
 
 
@@ -265,7 +265,7 @@ def test_with_a_lost_head_record_no_step_of_another_training_is_given(store: Sto
     _save(store, 2)
     (head,) = (store.path / "heads" / "default").iterdir()
     head.unlink()
-    problem = r"of step 2 is meant cannot be known: .* was lost; .*name one of the saves \(save:DIGITS, .* log --all"
+    problem = r"of step 2 is meant: generation 2 has no head.*name one of the saves .*\(save:DIGITS, .* log --all"
     with pytest.raises(HeadRecordError, match=problem):
         store.load(2)
     assert _value(store.load(1)) == "1"
@@ -288,7 +288,7 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint of run 'default' whose save id is 0"):
         store.load("save:0")
     for wrong in ("2", "save:", "save:xyz", f"save:{first.save_id}0"):
-        with pytest.raises(InvalidInputError, match="give a step, or save:DIGITS"):
+        with pytest.raises(InvalidInputError, match="give an integer, or save:DIGITS"):
             store.load(wrong)
 
 

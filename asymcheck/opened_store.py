@@ -44,7 +44,10 @@ class OpenedStore:
     def nvme(self) -> NvmeTier:
         """The tier, which must be on a local drive."""
         if not isinstance(self.tier, NvmeTier):
-            raise InvalidInputError(f"store {self.tier.root} is remote, but this needs a local drive; pull it first")
+            raise InvalidInputError(
+                f"{self.tier.root} is a remote location, but this operation needs a local store; pull it first: "
+                f"asymcheck pull {self.tier.root} STORE"
+            )
         return self.tier
 
     def writable(self) -> NvmeTier:

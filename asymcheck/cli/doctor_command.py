@@ -53,9 +53,9 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
     Other programs affect the result. Measure on an idle machine first, then again while training.
     """
     with open_existing(store) as opened:
-        written = output.size(planned_bytes(quick=quick))
+        tier, written = opened.resources.nvme, output.size(planned_bytes(quick=quick))
         output.note(f"measuring: writes up to {written} to a temporary file in {store}, then deletes the file")
-        facts = measure_store(opened.resources.nvme, ring_folder, quick=quick)
+        facts = measure_store(tier, ring_folder, quick=quick)
     size = state_size or facts.state_bytes or 0
     defaults = StoreConfig()
     situation = Situation(size, mtbf, defaults.partition_bytes, defaults.pack_bytes, _PACK_BYTES_MAX)

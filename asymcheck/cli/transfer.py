@@ -487,7 +487,7 @@ def _import(
             f"The new one is save:{output.short_save_id(saved.save_id)}; pass another --step to keep them apart"
         )
     if left_out:
-        output.note(f"did not convert {output.abbreviated(left_out)} in {src}. Keep the folder if you need that")
+        output.note(f"did not convert {output.abbreviated(left_out)} in {src}. Keep the folder if you need this data")
     return Report(
         saved, partial(click.echo, f"{dst}: run {run}, step {saved.step}, {output.size(saved.state_bytes)}, {written}")
     )

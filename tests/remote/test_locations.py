@@ -56,7 +56,7 @@ def test_a_copied_store_without_empty_folders_is_no_location(store: Path) -> Non
 def test_a_location_is_no_store(pushed: Path, folder: str, *, read_only: bool) -> None:
     """Test that a location is not opened as a store, which would ignore doomed packs and collect with locks."""
     del pushed
-    with pytest.raises(InvalidInputError, match=f"a remote layout, not a local store. Open it as {folder}"):
+    with pytest.raises(InvalidInputError, match=f"a remote location, not a local store. Open it as {folder}"):
         Store.open(folder.removeprefix("file://"), config=CONFIG, read_only=read_only)
 
 

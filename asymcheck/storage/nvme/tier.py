@@ -99,7 +99,7 @@ class NvmeTier(StoreTier):
         if self.descriptor.layout == REMOTE_LAYOUT:
             # A store ignores doomed packs, and its collection relies on locks that uploads do not take.
             raise InvalidInputError(
-                f"{root} is a remote layout, not a local store. Open it as {root.absolute().as_uri()}"
+                f"{root} is a remote location, not a local store. Open it as {root.absolute().as_uri()}"
             )
         if not read_only:
             # Also for an existing store: the process that created it may have been killed before its sync.

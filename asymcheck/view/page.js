@@ -321,10 +321,10 @@ function drawBytes(entries) {
   }
   const sum = (key) => having.reduce((total, entry) => total + bytesOf(entry.checkpoint)[key], 0);
   const {svg, sx, sy} = chart($("bytes-chart"), {caption: "New and shared bytes of each checkpoint, in the order of saving", height: 200,
-    summary: `${size(sum("fresh"))} new, ${size(sum("saved"))} saved in ${count(having.length, "checkpoint")}.${group > 1 ? ` Each bar is the mean of ${group} checkpoints.` : ""}`,
+    summary: `${size(sum("fresh"))} new, ${size(sum("saved"))} not written in ${count(having.length, "checkpoint")}.${group > 1 ? ` Each bar is the mean of ${group} checkpoints.` : ""}`,
     x: [0, bars.length], formatX: (tick) => (Number.isInteger(tick) ? whole.format(tick * group) : ""),
     y: [0, extent(bars.flatMap((bar) => [bar.fresh + bar.shared, bar.state]))[1]], formatY: size,
-    points: bars.map((bar, index) => ({x: index + 0.5, text: `${bar.name}: ${size(bar.fresh)} new, ${size(bar.shared)} shared, ${size(bar.saved)} saved`}))});
+    points: bars.map((bar, index) => ({x: index + 0.5, text: `${bar.name}: ${size(bar.fresh)} new, ${size(bar.shared)} shared, ${size(bar.saved)} not written`}))});
   bars.forEach((bar, index) => {
     const x = sx(index) + 0.5, width = Math.max(1, sx(index + 1) - sx(index) - 1);
     svg.append(s("rect", {class: "new", x, width, y: sy(bar.fresh), height: Math.max(0, sy(0) - sy(bar.fresh))}),
@@ -361,7 +361,7 @@ function drawCheckpoints(entries) {
     {title: "save", cell: (entry) => item(entry).save_id.slice(0, 12)},
     {title: "saved (UTC)", cell: (entry) => time(item(entry).created_ns), sort: (entry) => item(entry).created_ns},
     {title: "size", number: true, cell: (entry) => size(item(entry).state_bytes), sort: (entry) => item(entry).state_bytes},
-    ...(has ? [{title: "new", ...bytes("fresh")}, {title: "shared", ...bytes("shared")}, {title: "saved", ...bytes("saved")}] : []),
+    ...(has ? [{title: "new", ...bytes("fresh")}, {title: "shared", ...bytes("shared")}, {title: "not written", ...bytes("saved")}] : []),
     {title: "copies", cell: (entry) => copiesOf(item(entry)).join(", ") || h("span", {class: "bad"}, "none complete")},
     {title: "status", wide: true, cell: (entry) => h("span", {class: isDamaged(entry) ? "bad" : "warn"}, [statusOf(entry), entry.problem].filter(Boolean).join(": "))},
     ...metrics.map((name) => ({title: name, number: true, cell: (entry) => number(item(entry).metrics[name]), sort: (entry) => item(entry).metrics[name]})),

@@ -169,7 +169,7 @@ def write_pages(target: Path) -> None:
 
 
 def _summary(reports: Reports, captions: Sequence[str], manual: str) -> Iterator[str]:
-    yield from ("# Results", "", "States of the size that users have, with all saves durable: every file is synced.")
+    yield from ("# Results", "", "States have a realistic size, and all saves are durable: every file is synced.")
     yield f"[Benchmarks]({manual}) explains each workload, and [all figures](all.md) has the rest."
     if captions:
         yield from ("", "![Stall, time on the drive, and bytes of checkpoints](summary.png)", "", " ".join(captions))

@@ -19,7 +19,7 @@ from asymcheck.format.tree import Key, join_name
 from asymcheck.format.typed_value import SETS
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.read_plan import Demand
-from asymcheck.restore.reshard import ShardSet, box_of
+from asymcheck.restore.reshard import ShardSet
 from asymcheck.restore.state_dict_check import (
     PipelineStages,
     differences,
@@ -112,7 +112,7 @@ class InPlaceFill:
         self._problems: list[str] = []
         self.differences: list[str] = []  # between the given and the stored state, which torch accepts in silence
         self.omissions: list[str] = []  # stored values that a partial state lacks
-        self._stages = PipelineStages(parts.rank_of)
+        self._stages = PipelineStages(parts.own, parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
         fillable |= typed_value(state) is not None and not isinstance(state, _PLAIN)
@@ -121,8 +121,12 @@ class InPlaceFill:
         if not fillable or is_empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state with tensors to fill")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
+        self._optimizers: list[Callable[[], None]] = []  # functions that match optimizers
+        self._numbers: dict[int, int] = {}  # tensor numbers of parameters, by the id of the parameter
         self.finish = self._match(state, stored, ())
         """Sets plain values and calls ``load_state_dict()`` in order. Raises RefusedStateError if an object refuses."""
+        while self._optimizers:
+            self._optimizers.pop(0)()
         self._problems += self._stages.problems()
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
@@ -154,7 +158,12 @@ class InPlaceFill:
         if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)) and not is_nested(current):
             return self._match_tensor(current, stored, path)
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
-            return self._match_stateful(current, stored, path)
+            if not isinstance(current, torch.optim.Optimizer):
+                return self._match_stateful(current, stored, path)
+            # The ranks that stored its parameters are known once all modules are matched.
+            made: list[Finish] = []
+            self._optimizers.append(lambda: made.append(self._match_stateful(current, stored, path)))
+            return lambda assembly: made[0](assembly)  # noqa: PLW0108 - the list is still empty
         parts = None if isinstance(current, _PLAIN) and not isinstance(current, Enum) else typed_value(current)
         if parts is not None and parts.kind != "defaultdict":
             return self._match_typed(current, parts, stored, path)
@@ -306,12 +315,15 @@ class InPlaceFill:
 
         return finish
 
-    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether a parameter may come from another rank. A DTensor may have moved to a mesh with this rank."""
-        if self._merges or self._reshards or not is_dtensor(parameter):
-            return self._merges or self._reshards
+    def _savers(self, parameter: torch.nn.Parameter) -> Container[int]:
+        """Return the ranks that stored a parameter, but none if the own rank did.
+
+        If the state lacks the parameter, a DTensor may have moved from any rank.
+        """
         number, _ = self._taken.get(identity_key(locals_of([parameter])[0]), (None, None))
-        return number is None or not box_of(self._parts.row(number)).elements
+        number = self._numbers.get(id(parameter), number)
+        is_new = number is not None or self._merges or self._reshards or is_dtensor(parameter)
+        return self._parts.savers(number) if is_new else ()
 
     def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
@@ -326,7 +338,7 @@ class InPlaceFill:
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             return self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
         instances = functools.cache(lambda: instances_in(self._state, state))
-        shape = with_classes(state_for(current, mappings, state, self._is_new), state, instances)
+        shape = with_classes(state_for(current, mappings, state, self._savers, self._parts.rank_of), state, instances)
         self._problems += [
             ".".join(filter(None, (name, problem)))
             for problem in misfits(current, shape, self._parts.row, self._stored_where)
@@ -336,6 +348,9 @@ class InPlaceFill:
         ]
         if isinstance(current, torch.nn.Module):
             self._stages.add_module(name, current, state, mappings)
+            for key, parameter in current.named_parameters(remove_duplicate=False):
+                if isinstance(ref := shape.get(key), RowRef):
+                    self._numbers[id(parameter)] = ref.row
         elif isinstance(current, torch.optim.Optimizer):
             self._stages.add_optimizer(name, current, shape)
         tensors: _Tensors = {}

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from asymcheck.errors import StateMismatchError
 from asymcheck.format.manifest import SCHEMA, Manifest, TensorRow
@@ -60,12 +60,17 @@ class ShardSet:
         return read_shape(self._manifests[0])
 
     @property
+    def own(self) -> int:
+        """Rank that saved the own manifest."""
+        return self._manifests[0].header.rank
+
+    @property
     def is_whole(self) -> bool:
         """Whether the manifests of all ranks are known."""
         return len(self._manifests) == self._manifests[0].header.world_size
 
     def shapes(self) -> list[object]:
-        """Return the distinct states of the ranks, the own first.
+        """Return the states of ranks that differ, or have empty shards of other tensors; the own first.
 
         Raises:
             FormatError, StateMismatchError: as :func:`asymcheck.restore.state_template.read_shape`.
@@ -73,7 +78,7 @@ class ShardSet:
         shapes: list[object] = []
         trees: list[object] = []
         for first, manifest in zip(self._firsts, self._manifests, strict=False):
-            tree = manifest.header.tree
+            tree = manifest.header.tree, (manifest.nbytes > 0).tolist()
             if not any(tree == other for other in (*trees[:1], *trees[1:][-1:])):
                 trees.append(tree)
                 shapes.append(read_shape(manifest, first))
@@ -90,6 +95,15 @@ class ShardSet:
     def rank_of(self, number: int) -> int:
         """Return the rank that stored a tensor."""
         return self._manifests[self._position(number)].header.rank
+
+    def savers(self, number: int | None) -> Container[int]:
+        """Return the ranks that stored elements of a tensor, but none if the own rank did; all ranks for None."""
+        if number is None:
+            return range(self._manifests[0].header.world_size)
+        row = self.row(number)
+        parts = self._alike(number, [row.name, *row.aliases]) if self._position(number) or not row.nbytes else []
+        ranks = [self.rank_of(part) for part in parts if self._outline(part)[1].elements]
+        return () if self.own in ranks else ranks
 
     def whole(self, number: int) -> Box:
         """Return the box of the whole tensor."""

@@ -169,16 +169,17 @@ def state_for(
     current: object,
     stored: Sequence[dict[Key, object]],
     state: Mapping[str, object],
-    is_new: Callable[[torch.nn.Parameter], bool],
+    savers: Callable[[torch.nn.Parameter], Container[int]],
+    rank_of: Callable[[int], int],
 ) -> dict[Key, object]:
     """Return the stored state for an object that several ranks stored under one name: that of the first.
 
     If ranks stored different tensors of a module (pipeline stages), return the tensors that are in ``state``. An
-    optimizer gets the state of each parameter that ``is_new`` on this rank from a rank that has it.
+    optimizer gets the state of each parameter that only other ranks stored from one of these ``savers``.
     """
     first = stored[0]
     if isinstance(current, torch.optim.Optimizer):
-        return _of_parameters_here(current, stored, is_new)
+        return _of_parameters_here(current, stored, savers, rank_of)
     if not isinstance(current, torch.nn.Module) or all(other.keys() == first.keys() for other in stored):
         return first
     merged = merge(stored)
@@ -188,11 +189,14 @@ def state_for(
 
 
 def _of_parameters_here(
-    optimizer: torch.optim.Optimizer, stored: Sequence[dict[Key, Any]], is_new: Callable[[torch.nn.Parameter], bool]
+    optimizer: torch.optim.Optimizer,
+    stored: Sequence[dict[Key, Any]],
+    savers: Callable[[torch.nn.Parameter], Container[int]],
+    rank_of: Callable[[int], int],
 ) -> dict[Key, object]:
-    """Return the first stored state of an optimizer, with the state of parameters that only other ranks trained.
+    """Return the first stored state of an optimizer, with the state of parameters that only other ranks stored.
 
-    A DTensor on a part of the ranks has no state on the others, and may be on other ranks now.
+    A DTensor on a part of the ranks has no state on the others, or an outdated one, and may be on other ranks now.
     """
     first = stored[0]
     numbers = _numbers(first)
@@ -200,11 +204,13 @@ def _of_parameters_here(
     if not numbers or not all(isinstance(known, dict) for known in states):
         return first
     kept = {**states[0]}
+    pairs = [(rank_of(row), known) for known in states for row in rows_in(known)[:1]]
     for key, parameter in _numbered(optimizer, first):
         if is_dtensor(parameter) and parameter.device_mesh.get_coordinate() is None:
             kept.pop(key, None)
-        elif key not in kept and parameter.requires_grad and is_new(parameter):
-            kept.update(next(({key: known[key]} for known in states if key in known), {}))
+        elif len(states) > 1:
+            ranks = savers(parameter)
+            kept.update(next(({key: known[key]} for rank, known in pairs if rank in ranks and key in known), {}))
     return like_mapping(first, {**first, "state": kept})
 
 
@@ -286,9 +292,9 @@ def _items(container: object) -> Sequence[object]:
 class PipelineStages:
     """Detector of optimizers that would receive the numbered state of another pipeline stage."""
 
-    def __init__(self, rank_of: Callable[[int], int]) -> None:
-        """Start without objects; ``rank_of`` returns the rank that stored a tensor."""
-        self._rank_of = rank_of
+    def __init__(self, own: int, rank_of: Callable[[int], int]) -> None:
+        """Start without objects; ``own`` is the own rank, and ``rank_of`` returns the rank that stored a tensor."""
+        self._own, self._rank_of = own, rank_of
         # By parameter: its name, by rank that lacks the name and has others instead.
         self._lacking: dict[int, dict[int, str]] = {}
         self._numbered: list[tuple[str, torch.optim.Optimizer, int]] = []
@@ -311,9 +317,9 @@ class PipelineStages:
         """Add an optimizer and its stored state."""
         states = stored.get("state")
         if isinstance(states, dict) and all(type(key) is int for key in states):
-            # Without tensors, the states of all stages are equivalent.
-            ranks = dict.fromkeys(map(self._rank_of, rows_in(states)))
-            self._numbered += [(name, optimizer, rank) for rank in ranks]
+            # Without tensors, the states of all stages are equivalent. The options of groups are those of the own rank.
+            ranks = [self._rank_of(row) for row in rows_in(states)]
+            self._numbered += [(name, optimizer, rank) for rank in dict.fromkeys([self._own, *ranks] if ranks else [])]
 
     def problems(self) -> Iterator[str]:
         """Yield the problems, once all objects were added."""

@@ -54,16 +54,18 @@ def _assert_moments(model: torch.nn.ModuleDict, optimizer: torch.optim.Optimizer
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_numbers_of_another_stage_are_refused(store: Store, is_last: bool) -> None:
+@pytest.mark.parametrize("shared", [0, 1])
+def test_numbers_of_another_stage_are_refused(store: Store, is_last: bool, shared: int) -> None:
     """Test that the error has advice and is raised before a write, with the optimizer before and after its module."""
-    save_ranks(store, [_trained(FIRST), _trained(SECOND)])
-    for rank, layers, theirs in ((1, FIRST, 1), (2, SECOND, 0)):
+    first, second = FIRST[1 - shared :], SECOND[1 - shared :]
+    save_ranks(store, [_trained(first), _trained(second)])
+    for rank, layers, theirs in ((1, first, 1), (2, second, 0)):
         model = _stage(layers, seed=1)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         pairs: list[tuple[str, object]] = [("model", model), ("optimizer", torch.optim.Adam(model.parameters()))]
         with pytest.raises(StateMismatchError, match="nothing was overwritten") as error:
             store.load(into=dict(pairs if is_last else pairs[::-1]), rank=rank)
-        place = f"model.{layers[1]}.weight"
+        place = f"model.{layers[shared]}.weight"
         assert f"  optimizer: its parameters are numbered as rank {theirs} has them, which saved no {place}" in str(
             error.value
         )

@@ -320,10 +320,26 @@ class InPlaceFill:
 
         If the state lacks the parameter, a DTensor may have moved from any rank.
         """
-        number, _ = self._taken.get(identity_key(locals_of([parameter])[0]), (None, None))
-        number = self._numbers.get(id(parameter), number)
+        number = self._number_of(parameter)
         is_new = number is not None or self._merges or self._reshards or is_dtensor(parameter)
         return self._parts.savers(number) if is_new else ()
+
+    def _number_of(self, parameter: torch.nn.Parameter) -> int | None:
+        """Return the number of the tensor that is restored into a parameter; None if the state lacks the parameter."""
+        (local,) = locals_of([parameter])
+        key = identity_key(local) if type(local) in PLAIN_TENSORS else None
+        number, _ = self._taken.get(key, (None, None))
+        return self._numbers.get(id(parameter), number)
+
+    def _unconverted(self, current: Stateful) -> set[int]:
+        """Return the ids of the parameters of an optimizer that are restored with the dtype of the checkpoint."""
+        groups = current.param_groups if isinstance(current, torch.optim.Optimizer) else []
+        pairs = [(parameter, self._number_of(parameter)) for group in groups for parameter in group["params"]]
+        return {
+            id(parameter)
+            for parameter, number in pairs
+            if number is not None and f"torch.{self._parts.row(number).dtype}" == str(parameter.dtype)
+        }
 
     def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
@@ -359,7 +375,7 @@ class InPlaceFill:
         self._want(shape, path, tensors)
         if self._grows:
             self._note_unknown(shape, path)
-        filled = self._taken
+        unconverted = self._unconverted(current)
 
         def finish(assembly: Assembly) -> object:
             restored: Any = _put_in(shape, tensors, assembly)
@@ -369,7 +385,7 @@ class InPlaceFill:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused the stored state"
                 raise RefusedStateError(f"{what}: {error}", (), None) from error
             if isinstance(current, torch.optim.Optimizer):
-                _undo_casts(current, restored, filled)
+                _undo_casts(current, restored, unconverted)
             share_options(given)
             return given
 
@@ -545,34 +561,33 @@ def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
     return with_tensors(shape, {number: make(assembly) for number, make in tensors.items()})
 
 
-def _undo_casts(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any], filled: Container[object]) -> None:
+def _undo_casts(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any], unconverted: Container[int]) -> None:
     """Set state of an optimizer that torch changed: strings, and tensors of another dtype than their parameter.
 
-    ``filled`` has the identity keys of tensors that were filled in place. Other parameters may have got another dtype,
-    and torch gives their state this dtype, too.
+    ``unconverted`` has the ids of parameters with the dtype of the checkpoint. If a parameter has got another dtype,
+    torch gives its state this dtype, too.
     """
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     numbers = [number for group in restored["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter, local in zip(numbers, parameters, locals_of(parameters), strict=False):
+    for number, parameter in zip(numbers, parameters, strict=False):
         values = restored["state"].get(number)
         if isinstance(values, dict):
-            is_filled = type(local) in PLAIN_TENSORS and identity_key(local) in filled
-            loaded = optimizer.state[parameter]
-            loaded.update({key: _uncast(values.get(key), value, is_filled) for key, value in loaded.items()})
+            loaded, keep_dtypes = optimizer.state[parameter], id(parameter) in unconverted
+            loaded.update({key: _uncast(values.get(key), value, keep_dtypes) for key, value in loaded.items()})
 
 
-def _uncast(stored: Any, loaded: Any, is_filled: bool) -> Any:  # noqa: ANN401, FBT001 - any value of an optimizer
-    """Return a loaded value with the strings of the stored value, and with its dtypes if the parameter was filled."""
+def _uncast(stored: Any, loaded: Any, keep_dtypes: bool) -> Any:  # noqa: ANN401, FBT001 - any value of an optimizer
+    """Return a loaded value with the strings of the stored value, and with its dtypes if they are to be kept."""
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return stored.to(loaded.device) if is_filled and stored.dtype != loaded.dtype else loaded
+        return stored.to(loaded.device) if keep_dtypes and stored.dtype != loaded.dtype else loaded
     if type(stored) is str:
         return stored
     if isinstance(stored, dict) and isinstance(loaded, dict):
-        return {key: _uncast(stored.get(key), value, is_filled) for key, value in loaded.items()}
+        return {key: _uncast(stored.get(key), value, keep_dtypes) for key, value in loaded.items()}
     if type(stored) in (list, tuple) and _is_like(stored, loaded):
-        return type(stored)(_uncast(*pair, is_filled) for pair in zip(stored, loaded, strict=True))
+        return type(stored)(_uncast(*pair, keep_dtypes) for pair in zip(stored, loaded, strict=True))
     return loaded
 
 

@@ -340,6 +340,33 @@ def test_pipeline_stages_with_empty_shards_restore_their_own_moments(tmp_path: P
                 assert len(optimizer.state) == rank // 2
 
 
+def test_scalars_of_an_optimizer_keep_their_dtype_beside_an_empty_shard(tmp_path: Path) -> None:
+    """Test NAdam with a parameter of bfloat16, whose scalars of float32 torch converts to bfloat16."""
+
+    def layer(rank: int) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=(f"rank{rank}",), _init_backend=False)
+        part = zeros(1, dtype=torch.bfloat16, device_mesh=mesh, placements=[Shard(0)])
+        parameters = torch.nn.ParameterList([part])
+        return parameters, torch.optim.NAdam(parameters)
+
+    products = []
+    with Store.open(tmp_path / "store", create=True) as store:
+        save_id = new_save_id()
+        for rank in range(2):
+            with as_rank(rank, 2):
+                parameters, optimizer = layer(rank)
+                parameters[0].grad = torch.ones_like(parameters[0])
+                optimizer.step()
+                products.append(optimizer.state[parameters[0]]["mu_product"])
+                save_rank(store, {"parameters": parameters, "optimizer": optimizer}, 0, rank, 2, save_id)
+        for rank in range(2):
+            with as_rank(rank, 2):
+                parameters, optimizer = layer(rank)
+                store.load(into={"parameters": parameters, "optimizer": optimizer}, rank=rank)
+                restored = optimizer.state[parameters[0]]["mu_product"]
+                assert (restored.dtype, restored) == (torch.float32, products[rank])
+
+
 def test_a_scalar_on_a_mesh_without_this_rank_is_refused() -> None:
     """Test a scalar, which cannot be empty."""
     with as_rank(1, 2), pytest.raises(UnsupportedValueError, match=r"x: .*this rank is not in the mesh"):

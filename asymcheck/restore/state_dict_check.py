@@ -55,6 +55,7 @@ def misfits(
             yield f"param_groups: groups of {given} parameters are given, but of {kept} are stored"
         else:
             yield from _class_misfits(current, stored)
+            yield from _order_misfits(_names(current.param_groups), _names(_items(stored["param_groups"])))
 
 
 def differences(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
@@ -92,6 +93,24 @@ def _class_misfits(optimizer: torch.optim.Optimizer, stored: Mapping[Key, object
             f"{evidence}. An optimizer of another class than {type(optimizer).__qualname__} was saved: construct that "
             "class, or leave the optimizer out of the state to start with a new one"
         )
+
+
+def _order_misfits(given: Sequence[object], kept: Sequence[object]) -> Iterator[str]:
+    """Yield the first named parameter with another number than in the checkpoint. torch ignores the names."""
+    if sorted(map(str, given)) != sorted(map(str, kept)):
+        # Parameters may have other names now.
+        return
+    for number, (name, stored) in enumerate(zip(given, kept, strict=True)):
+        if name != stored:
+            yield (
+                f"param_groups: parameter {number} is {name!r} in the given optimizer, but {stored!r} in the "
+                "checkpoint; give the parameters in the stored order"
+            )
+            return
+
+
+def _names(groups: Sequence[Any]) -> list[object]:
+    return [name for group in groups if isinstance(group, dict) for name in _items(group.get("param_names"))]
 
 
 def _unlike(what: str, given: object, kept: object) -> str:

@@ -161,6 +161,15 @@ def test_an_optimizer_of_other_groups_is_refused(store: Store) -> None:
         assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_named_parameters_in_another_order_are_refused(store: Store) -> None:
+    """Test an optimizer whose parameters would get the moments of each other. Other names are accepted."""
+    named = [*torch.nn.Linear(3, 3).named_parameters()]
+    store.save({"optimizer": torch.optim.SGD(named)}, step=1)
+    with pytest.raises(StateMismatchError, match=r"parameter 0 is 'bias' in the given .* 'weight' in the checkpoint"):
+        store.load(into={"optimizer": torch.optim.SGD(named[::-1])})
+    store.load(into={"optimizer": torch.optim.SGD([(f"new.{name}", value) for name, value in named])})
+
+
 class Picky:
     """An object that refuses its state."""
 

@@ -9,8 +9,10 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier
 
 
-def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
-    """Publish the head records of a run that a location lacks.
+def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> set[int]:
+    """Publish the head records of a run that a location lacks; return the generations that then have one there.
+
+    Return an empty set without a request if the store has no head record.
 
     Raises:
         HeadRecordError: a head record is damaged in the store or at the location.
@@ -18,7 +20,7 @@ def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
         RemoteUnreachableError, StorageError: the location failed.
     """
     if not (own := local.manifests.heads(run)):
-        return
+        return set()
     present = set(remote.manifests.heads(run))
     # Checking the last common record is enough, because it names its parent by a random id. Records without a parent
     # differ in their time.
@@ -38,6 +40,7 @@ def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
         raise HeadRecordError(f"{remote.location}: {error}") from error
     except FormatError as error:
         raise HeadRecordError(f"{remote.location}: {error}; remove that file there, and push again") from error
+    return present.union(own)
 
 
 def pull_heads(remote: RemoteTier, local: NvmeTier, run: str) -> None:

@@ -214,7 +214,7 @@ class _Push:
     progress: Progress | None
     encoder: Encoder
     older: CheckpointFiles | None
-    publish_heads: Callable[[str], object]
+    publish_heads: Callable[[str], set[int]]
     is_ending: Callable[[], bool]
     is_alone: Callable[[], bool]
     damaged: set[Digest] = dataclasses.field(default_factory=set)
@@ -249,7 +249,12 @@ class _Push:
                 self._send(manifests, held)
                 wait_for_others(self.remote, self.listing, held, self._report, self.is_ending, self.is_alone)
             relied = self._send_all(manifests, staging)
-            self.publish_heads(run)
+            if ref.generation > max(self.publish_heads(run), default=1):
+                raise HeadRecordError(
+                    f"cannot push {ref} of run {run!r}: store {self.local.root} has lost the head record of this "
+                    f"generation, or is being removed. Without the record, no reader of {self.remote.location} would "
+                    f"know the newest checkpoint. Run asymcheck verify {self.local.root}"
+                )
             self._remove_damaged(data)
             for name, content in data.items():
                 self.remote.manifests.publish(run, ref, name, content, self.staged.pop(name, None))

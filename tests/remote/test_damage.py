@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from asymcheck import Store
-from asymcheck.errors import InconsistentCheckpointError, SkippedCheckpointWarning
+from asymcheck.errors import HeadRecordError, InconsistentCheckpointError, SkippedCheckpointWarning
 from asymcheck.fsck.verify import Severity
 from asymcheck.storage.remote.client_interface import Readable
 from asymcheck.storage.remote.clients import _LocalClient
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, packs_of
+from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, packs_of, state_of
 
 
 def replace(files: RemoteFiles, path: PurePosixPath, data: bytes) -> None:
@@ -136,6 +137,19 @@ def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
     with Store.open(location, config=CONFIG, create=True) as remote:
         check_state(remote.load(), 2)
         assert [one.kind for one in remote.verify()] == ["damaged-pack"]
+
+
+def test_a_lost_head_record_of_the_store_costs_no_checkpoint_at_the_location(store: Path, folder: str) -> None:
+    """Test a push from a store that is being removed: a new machine still restores what was pushed before."""
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder, 2)
+        opened.save(state_of(3), step=3, generation=opened.training.begin_generation(opened.checkpoints()[-1]))
+        shutil.rmtree(store / "heads")
+        with pytest.raises(HeadRecordError, match=r"cannot push step 3 .* has lost the head record"):
+            opened.push(folder, 3)
+    check_location(folder, 2)
+    with Store.open(folder, config=CONFIG) as remote:
+        check_state(remote.load(), 2)
 
 
 def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:

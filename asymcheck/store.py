@@ -92,7 +92,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         Raises:
             StoreNotFoundError: the directory is no store, and ``create`` is False or the directory is not empty.
-            UnsupportedFileSystemError: the directory is on a network file system.
+            UnsupportedFileSystemError: the directory is on a network file system, or on one without hard links.
             FormatError: the store is damaged, or needs a version or feature that this program does not know.
             InvalidInputError: ``location``, or a combination of arguments, is invalid.
             RemoteUnreachableError: a remote location did not answer.

@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import ParamSpec, TypeVar
 
-from asymcheck.errors import LockTimeoutError, OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
+from asymcheck.errors import (
+    LockTimeoutError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    StorageError,
+    TooManyFilesError,
+    UnsupportedFileSystemError,
+)
 
 _POLL_S = 0.005
 _P = ParamSpec("_P")
@@ -27,6 +34,7 @@ _CREATE_ATTEMPTS = 8
 # Longer than another process holds the lock of a file that it only inspects.
 _INSPECTION_S = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 FILE_MODE = 0o666
 """Mode of new files before the umask, which decides whether a group shares the store."""
 
@@ -109,6 +117,12 @@ class Files:
                 os.link(source, target)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                raise UnsupportedFileSystemError(
+                    f"link {target}: {error.strerror}; a store needs a file system with hard links, such as ext4 or XFS"
+                ) from error
             return True
 
     def unlink(self, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Test opening and creating a store."""
 
 import dataclasses
+import errno
 import logging
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,6 +233,13 @@ def test_a_forked_child_must_open_the_store_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _FORKING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_system_without_hard_links_is_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the error names the cause, which exFAT reports like a lack of permission."""
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, os.strerror(errno.EPERM))))
+    with pytest.raises(UnsupportedFileSystemError, match="needs a file system with hard links"):
+        Store.open(store_path, create=True)
 
 
 def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

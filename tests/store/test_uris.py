@@ -19,6 +19,7 @@ from asymcheck.errors import InvalidInputError
         ("file://host/x", "three slashes"),
         ("file:///x?dfs.replication=2", "no option"),
         ("file:///x/../y", "below the root"),
+        ("file:///x//y", "without .. and //"),
     ],
 )
 def test_uris_that_say_too_little_are_refused(location: str, reason: str) -> None:

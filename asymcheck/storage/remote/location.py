@@ -104,7 +104,7 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
     if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss") and not scheme.startswith(FSSPEC):
         raise unknown_scheme(text, scheme)
     if path == "/" or "//" in path or ".." in path.split("/"):
-        raise InvalidInputError(f"location {text!r:.100}: name a directory below the root")
+        raise InvalidInputError(f"location {text!r:.100}: name a directory below the root, without .. and //")
     if "\0" in path:
         raise InvalidInputError(f"location {text!r:.100}: a zero byte is not allowed in a path; remove it")
     if scheme == "file" and "?" in text:

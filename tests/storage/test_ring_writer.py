@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -223,9 +224,22 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> Non
     assert len(os.listdir(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_folder_in_which_no_file_can_be_created_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Test that the advice is about the folder of rings, and not about the store."""
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(StorageError, match=rf"{os.strerror(number)}\. Make the folder writable") as caught:
+        make_ring(tmp_path)
+    monkeypatch.undo()
+    assert type(caught.value) is StorageError
+
+
 READ_IN_CHILD = """
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 from asymcheck.storage.shm.ring_reader import RingReader
 with RingReader(Path(sys.argv[1])) as reader:
     print(reader.is_owned, len(reader.entries), len(reader.captures))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError, StorageError
+from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError, ReadOnlyStoreError, StorageError
 from asymcheck.events import emit
 from asymcheck.executor import start
 from asymcheck.format import registry
@@ -78,6 +78,12 @@ class Ring:
             self._descriptor = create_locked(Files(), self.path, 0o600)
         except FileNotFoundError as error:
             raise StorageError(f"{folder} does not exist: create it, or choose another ring_folder") from error
+        except (OutOfSpaceError, ReadOnlyStoreError) as error:
+            # Their advice is for files of a store.
+            raise StorageError(
+                f"cannot create a ring in {folder}: {error.__cause__}. Make the folder writable, or choose another "
+                "ring_folder"
+            ) from error
         try:
             with translated("enlarge", self.path):
                 os.ftruncate(self._descriptor, size)

@@ -256,6 +256,7 @@ def _moments(experts: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) 
     [
         ((1, 0, 1), 3, (2, 0, 0)),
         ((1, 0, 1), 3, (1, 2, 0)),
+        ((1, 0, 1), 3, (0, 1, 0)),
         ((1, 0, 1), 3, None),
         ((1, 0, 1), 2, (0, 1, 1)),
         ((1, 1, 1), 2, (0, 0, 0)),

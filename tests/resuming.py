@@ -19,8 +19,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def code_id(root: Path) -> str:
-    """Return a digest of the commit and of the changes since."""
-    texts = (subprocess.check_output(["git", *words], cwd=root) for words in (["rev-parse", "HEAD"], ["diff", "HEAD"]))
+    """Return a digest of the tracked files and their changes, without the documentation."""
+    code = ["--", ".", ":!docs", ":!*.md"]
+    commands = (["git", "ls-files", "--stage", *code], ["git", "diff", "HEAD", *code])
+    texts = (subprocess.check_output(command, cwd=root) for command in commands)
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 

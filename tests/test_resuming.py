@@ -17,6 +17,16 @@ def test_number(number):
 """
 
 
+def _git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *words], cwd=folder, check=True)
+
+
+def _commit(folder: Path) -> None:
+    """Commit the tests and the documentation."""
+    _git(folder, "add", *(path.name for path in folder.iterdir() if path.suffix in (".py", ".md")))
+    _git(folder, "commit", "-qm", "x")
+
+
 def _run(folder: Path, *words: str) -> tuple[int, str]:
     """Run the tests of a folder; return the exit status and the numbers of tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.resuming"]
@@ -34,13 +44,14 @@ def _run(folder: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.slow(long=["workers"])
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "workers"])
 def test_run_leaves_out_passed_tests_until_the_code_changes(tmp_path: Path, workers: list[str]) -> None:
-    """Test a failed test, which runs again, and a change of a file."""
+    """Test a failed test, which runs again, a commit of documentation, and a change of a file."""
     (tmp_path / "test_numbers.py").write_text(TESTS)
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        identity = ["-c", "user.name=x", "-c", "user.email=x@y"]
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True)
+    _git(tmp_path, "init", "-q")
+    _commit(tmp_path)
     assert _run(tmp_path, *workers) == (1, "1 failed, 1 passed")
     (tmp_path / "fixed").touch()
+    (tmp_path / "page.md").touch()
+    _commit(tmp_path)
     assert _run(tmp_path, *workers) == (0, "1 passed")
     status, nothing = _run(tmp_path, *workers)
     assert (status, "passed" in nothing) == (0, False)

@@ -40,7 +40,7 @@ node: $(STAMP)
 demo: $(STAMP)
 	@$(PY) -m tools.demo
 
-# Each promise once, in four minutes on two cores.
+# Each promise once, in five minutes on two cores.
 test: $(STAMP)
 	$(PY) -m pytest -q -m "not slow and not long" $(SPREAD) tests
 

@@ -115,6 +115,7 @@ def test_wait_for_another_training_is_printed(store_path: Path) -> None:
         assert f"is in use by process {first.process.pid} " in line
 
 
+@pytest.mark.slow
 def test_takeover_ends_the_older_training(store_path: Path) -> None:
     """Test that the newer training continues from the last checkpoint, and that the older one gets an error."""
     with _trainer(store_path) as trainer, _open(store_path) as store:
@@ -223,6 +224,7 @@ def test_training_of_another_thread_is_not_finished(store_path: Path, config: Ca
     assert rings(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a lock that a native fork inherited: its process is dead, and only the descriptor lives on."""
     with _trainer(store_path), _open(store_path) as store:
@@ -233,6 +235,7 @@ def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, m
             assert checkpointer.restore() is not None
 
 
+@pytest.mark.slow
 def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test containers of systemd and LXC: a lock that is held shows that its training lives."""
     with _trainer(store_path) as trainer, _open(store_path) as store:

@@ -305,6 +305,7 @@ def test_shards_that_do_not_exist(call: Call, store: Path, words: str) -> None:
     assert call("verify", store, "--repair", "--shard", "0/2").status == 2
 
 
+@pytest.mark.slow
 def test_the_kubernetes_job_of_the_documentation(store: Path, call: Call, tmp_path: Path) -> None:
     """Test that its command verifies each shard once, with the variables that Kubernetes sets."""
     yaml = pytest.importorskip("yaml")

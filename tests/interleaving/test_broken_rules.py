@@ -34,7 +34,7 @@ SEARCHED = {
 """Broken rules that a search shows, with a scenario, and processes in the order that shows most of them soonest."""
 
 
-@pytest.mark.slow(quick=["sync-manifests", "pins"])
+@pytest.mark.slow(quick=["sync-manifests"])
 @pytest.mark.parametrize("rule", RANDOM)
 def test_random_schedules_show_a_broken_rule(zygote: Zygote, rule: str) -> None:
     """Test schedules with random switches, kills and power losses."""

@@ -56,6 +56,7 @@ def test_few_switches(zygote: Zygote, scenario: str, limits: list[int]) -> None:
     zygote.start(jobs.in_turn, scenario=scenario, processes=SHORT[scenario], limits=limits).finish()
 
 
+@pytest.mark.slow
 def test_a_schedule_can_be_repeated(zygote: Zygote) -> None:
     """Test that a seed, and a printed order, give the same steps again."""
     for seed in range(3):

@@ -320,6 +320,7 @@ def _begun(training: _Training, location: str) -> _Training:
     return training
 
 
+@pytest.mark.slow
 def test_second_machine_is_refused_until_it_takes_the_run_over(tmp_path: Path, folder: str, zygote: Zygote) -> None:
     """Test two stores and one location: refused, then taken over; the older training ends at its next step."""
     first = _begun(_train(zygote, tmp_path / "a", folder, 6.0), folder)

@@ -572,6 +572,7 @@ print(flatten({"s": {*map(str, range(50)), *range(50)}}).tree)
 """
 
 
+@pytest.mark.slow
 def test_set_has_one_encoding_in_all_processes() -> None:
     """Test that the order of a set in memory, which depends on the hash seed, does not show."""
     trees = {

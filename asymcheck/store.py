@@ -229,7 +229,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         Args:
             step: the step; None for the newest consistent checkpoint. ``"save:"`` and the first digits of a save id
-                select one of several saves of a step.
+                select one of several saves of a step; ``"best:loss"`` the lowest value of this metric among complete
+                checkpoints on the line of training, and ``"best:accuracy:max"`` the highest.
             tensors: a glob of dotted names, for instance ``"model.*"``; only matching tensors are read and returned.
             into: a state whose tensors are filled in place, without a second copy in memory. Its objects receive
                 ``load_state_dict``. It may be a part of the stored state, for instance ``{"model": model}``.
@@ -415,7 +416,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         Args:
             remote: URI, such as ``hdfs://namenode:port/path``, ``s3://bucket/prefix`` or ``file:///path``. The first
                 push of a store creates it.
-            step: a step, or ``save:DIGITS``; None for the newest consistent checkpoint.
+            step: a step, ``save:DIGITS`` or ``best:METRIC``; None for the newest consistent checkpoint.
             run: name of the run; by default ``"default"``, or all runs with ``everything``.
             everything: copy all complete checkpoints on the line instead of one ``step``.
             create: create the location again if it was emptied since an earlier push.
@@ -546,7 +547,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         """Return the differences between two checkpoints, and verify every byte that is read.
 
         Args:
-            a: a step, or ``"save:"`` and the first digits of a save id, optionally after ``"<run>@"``.
+            a: a step, ``"save:"`` and the first digits of a save id, or ``"best:METRIC"``, optionally after
+                ``"<run>@"``.
             b: likewise.
             run: name of the run, unless ``a`` and ``b`` contain it.
             tensors: a glob of the dotted names to compare.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
+_BEST_NAME = re.compile(r"best:(.+?)(?::(min|max))?")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 # One slash suffices, because pathlib.Path("hdfs://host") is "hdfs:/host".
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -74,12 +75,20 @@ def check_step(step: object) -> int:
 
 
 def check_which(step: object) -> int | str:
-    """Return the selection of a checkpoint: a step, or ``save:`` and the first digits of a save id."""
+    """Return the selection of a checkpoint: a step, ``save:`` and the first digits of a save id, or ``best:METRIC``."""
     if not isinstance(step, str):
         return check_step(step)
-    if not _SAVE_NAME.fullmatch(step):
-        raise InvalidInputError(f"step {step!r:.100}: give an integer, or save:DIGITS, the start of a save id")
+    if not _SAVE_NAME.fullmatch(step) and not _BEST_NAME.fullmatch(step):
+        raise InvalidInputError(
+            f"step {step!r:.100}: give an integer, save:DIGITS (the start of a save id), best:METRIC or best:METRIC:max"
+        )
     return step
+
+
+def metric_and_sign(which: str) -> tuple[str, int] | None:
+    """Return the metric of ``best:METRIC`` with 1, or -1 if the highest is the best; None for ``save:DIGITS``."""
+    match = _BEST_NAME.fullmatch(which)
+    return match and (match[1], -1 if match[2] == "max" else 1)
 
 
 def parse_which(text: str) -> int | str:

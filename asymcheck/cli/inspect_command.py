@@ -35,7 +35,7 @@ _ITEMS_SHOWN = 5
     "--step",
     metavar="STEP",
     callback=parse_checkpoint,
-    help="List the tensors of this step's checkpoint; save:DIGITS selects one save of a step.",
+    help="List the tensors of this step; save:DIGITS selects one save of a step, and best:METRIC the best step.",
 )
 @click.option("--tensors", "pattern", help="List the tensors whose names match this glob, for example 'model.*'.")
 @click.option("--values", is_flag=True, help="List plain values (counters, hyperparameters …) instead of tensors.")

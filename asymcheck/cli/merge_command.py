@@ -33,7 +33,7 @@ def _parse_names(ctx: click.Context, param: click.Parameter, text: str | None) -
 
 
 def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
-    """Parse a step or ``save:DIGITS``, alone or after ``RUN@``."""
+    """Parse a step, ``save:DIGITS`` or ``best:METRIC``, alone or after ``RUN@``."""
     run, at, name = text.rpartition("@")
     parsed = parse_checkpoint(ctx, param, name)
     return f"{run}@{parsed}" if at else parsed or 0

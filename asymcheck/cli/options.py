@@ -113,7 +113,7 @@ def ring_options(command: _F) -> _F:
 
 
 def parse_checkpoint(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
-    """Parse a step, or ``save:DIGITS`` for one save of a step."""
+    """Parse a step, ``save:DIGITS`` for one save of a step, or ``best:METRIC``."""
     if text is None:
         return None
     try:
@@ -126,7 +126,8 @@ step_option = click.option(
     "--step",
     metavar="STEP",
     callback=parse_checkpoint,
-    help="Checkpoint to use: a step, or save:DIGITS for one save of a step [default: newest consistent checkpoint].",
+    help="Checkpoint to use: a step, save:DIGITS for one save of a step, or best:METRIC for the lowest value of this "
+    "metric (best:METRIC:max: the highest) [default: newest consistent checkpoint].",
 )
 
 

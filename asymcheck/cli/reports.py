@@ -248,7 +248,8 @@ def diff(store: str, a: str, b: str, run: str, pattern: str, norms: bool) -> Rep
     A and B are each one of
       STEP             the checkpoint of this step that a restore would choose
       save:DIGITS      the checkpoint whose save id begins with DIGITS (see 'asymcheck log')
-      RUN@STEP, RUN@save:DIGITS
+      best:METRIC      the checkpoint with the lowest value of METRIC; best:METRIC:max: the highest
+      RUN@STEP, RUN@save:DIGITS, RUN@best:METRIC
 
     \b
     Columns of the tables:

@@ -111,7 +111,7 @@ def export_checkpoint(  # noqa: PLR0913 - options of the command
     Args:
         store: the store with the checkpoint.
         output: the target.
-        step: a step or ``save:DIGITS``; by default the newest consistent checkpoint.
+        step: a step, ``save:DIGITS`` or ``best:METRIC``; by default the newest consistent checkpoint.
         run: the run of the checkpoint.
         part: dotted name of a part of the state, for example ``model``; tensor names are relative to the part.
         tensors: a glob of names in the whole state.

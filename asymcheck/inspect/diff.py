@@ -22,7 +22,7 @@ from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
 from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.partition_locator import Hints, PartitionLocator, PartitionSet
-from asymcheck.restore.resolve import by_save_id, find_readable, needed_by, read_manifests
+from asymcheck.restore.resolve import find_readable, named_checkpoint, needed_by, read_manifests
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -358,7 +358,7 @@ def _first_position(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]
 
 
 def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
-    """Return the checkpoint with a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
+    """Return the checkpoint with a name: ``STEP``, ``save:DIGITS`` or ``best:METRIC``, alone or after ``RUN@``.
 
     If a step was saved several times, return the checkpoint that a restore would choose: the newest readable save on
     the line, or of the newest generation. The other checkpoints of the step follow, newest first. ``DIGITS`` are the
@@ -379,7 +379,7 @@ def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[Checkpoi
     layout.check_run(run)
     which = parse_which(text)
     if isinstance(which, str):
-        return by_save_id(tier, run, which.removeprefix("save:")), []
+        return named_checkpoint(tier, run, which), []
     chosen, _ = find_readable(tier, run, which)
     same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == which]
     return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]

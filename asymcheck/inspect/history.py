@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asymcheck.errors import AsymcheckError, HeadRecordError, result_or_error
 from asymcheck.format.manifest import Manifest
 from asymcheck.restore.lineage import Heads, Lineage, check_generations, read_line
-from asymcheck.restore.resolve import check_run_exists, read_manifests
+from asymcheck.restore.resolve import check_run_exists, metrics_of, read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import Checkpoint, CheckpointRef
@@ -59,10 +59,7 @@ def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, 
 
 
 def _sums(manifests: Sequence[Manifest]) -> tuple[dict[str, float], int]:
-    metrics: dict[str, float] = {}
-    for manifest in manifests:
-        metrics.update(manifest.header.metrics)
-    return metrics, sum(manifest.total_bytes for manifest in manifests)
+    return metrics_of(manifests), sum(manifest.total_bytes for manifest in manifests)
 
 
 def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:

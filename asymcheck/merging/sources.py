@@ -55,7 +55,7 @@ class SourceName:
     store: Store
     """The store or remote location."""
     name: int | str
-    """``STEP`` or ``save:DIGITS``, or either after ``RUN@``."""
+    """``STEP``, ``save:DIGITS`` or ``best:METRIC``, alone or after ``RUN@``."""
 
 
 def named(store: Store, source: int | str | SourceName) -> SourceName:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import CheckpointRef
+from asymcheck.validation import metric_and_sign
 
 _T = TypeVar("_T")
 
@@ -52,7 +54,8 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
     """Return the candidates for a restore, in the order to try them.
 
     Without ``step``: all checkpoints on the line of training, newest first. With ``step``: the saves of this step on
-    the line, newest first, or else those of the newest generation that has the step. With ``save:DIGITS``: that save.
+    the line, newest first, or else those of the newest generation that has the step. With ``save:DIGITS`` or
+    ``best:METRIC``: that checkpoint; see :func:`named_checkpoint`.
 
     Raises:
         CheckpointNotFoundError: no checkpoint matches.
@@ -60,7 +63,7 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
         InvalidInputError: several checkpoints match the digits.
     """
     if isinstance(step, str):
-        return [by_save_id(tier, run, step.removeprefix("save:"))]
+        return [named_checkpoint(tier, run, step)]
     listings = tier.manifests.checkpoints(run)
     newest_first = sorted(listings, key=lambda listing: listing.ref, reverse=True)
     if step is None:
@@ -127,13 +130,47 @@ def inconsistent(
     return InconsistentCheckpointError(message, skipped)
 
 
-def by_save_id(tier: ReadTier, run: str, digits: str) -> CheckpointFiles:
-    """Return the checkpoint of a run whose save id begins with these hexadecimal digits.
+def named_checkpoint(tier: ReadTier, run: str, name: str) -> CheckpointFiles:
+    """Return the checkpoint of a run that ``save:DIGITS`` or ``best:METRIC`` names.
 
     Raises:
         CheckpointNotFoundError: no checkpoint matches.
-        InvalidInputError: several checkpoints match.
+        HeadRecordError: the line, on which the best is sought, is unknown.
+        InvalidInputError: several checkpoints match the digits.
+
+    Warns:
+        SkippedCheckpointWarning: the metrics of a checkpoint are unreadable.
     """
+    best = metric_and_sign(name)
+    return _by_save_id(tier, run, name.removeprefix("save:")) if best is None else _best(tier, run, *best)
+
+
+def _best(tier: ReadTier, run: str, metric: str, sign: int) -> CheckpointFiles:
+    """Return the complete checkpoint on the line with the lowest ``sign`` times a metric; of equal ones, the oldest."""
+    listings = tier.manifests.checkpoints(run)
+    line = read_line(tier, run)
+    check_generations(listings, line)
+    skipped: list[str] = []
+    on_line = [listing for listing in listings if listing.is_complete and listing.ref in line]
+    found = list(_each(on_line, skipped, lambda listing: (listing, metrics_of(read_manifests(tier, listing)))))
+    for reason in skipped:
+        warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+    measured = {listing: metrics[metric] for listing, metrics in found if not math.isnan(metrics.get(metric, math.nan))}
+    if not measured:
+        names = sorted({name for _, metrics in found for name in metrics})
+        hint = f"; it has {', '.join(names)}" if names else available(tier, run, listings)
+        raise CheckpointNotFoundError(
+            f"store {tier.root}: no checkpoint of run {run!r} has the metric {metric!r}{hint}"
+        )
+    return min(measured, key=lambda listing: (sign * measured[listing], listing.ref))
+
+
+def metrics_of(manifests: Iterable[Manifest]) -> dict[str, float]:
+    """Return the metrics of all ranks; if two have the same name, that of the last rank."""
+    return {name: value for manifest in manifests for name, value in manifest.header.metrics.items()}
+
+
+def _by_save_id(tier: ReadTier, run: str, digits: str) -> CheckpointFiles:
     matching = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.save_id.hex().startswith(digits)]
     if not matching:
         raise CheckpointNotFoundError(f"store {tier.root} has no checkpoint of run {run!r} whose save id is {digits}…")

@@ -12,6 +12,7 @@ from asymcheck.errors import (
     DamagedPartitionError,
     FormatError,
     InconsistentCheckpointError,
+    InvalidInputError,
     LockTimeoutError,
 )
 from asymcheck.format.manifest import Manifest
@@ -25,6 +26,7 @@ from asymcheck.storage.process_identity import is_dead
 from asymcheck.storage.shm.orphaned_rings import list_rings
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import CheckpointRef, Digest, Progress
+from asymcheck.validation import metric_and_sign
 
 
 class _Rings:
@@ -87,7 +89,10 @@ def stream_from_rings(
         CheckpointNotFoundError: no such capture exists.
         InconsistentCheckpointError: all captures are damaged; lists the reasons.
         LockTimeoutError: a ring that may hold the capture is in use.
+        InvalidInputError: ``step`` is ``best:METRIC``.
     """
+    if isinstance(step, str) and metric_and_sign(step) is not None:
+        raise InvalidInputError(f"{step} names one of the durable checkpoints: read it without --tier memory")
     with contextlib.ExitStack() as stack:
         rings = _Rings(tier, folder, run, stack)
         skipped = [*rings.in_use, *rings.damaged]

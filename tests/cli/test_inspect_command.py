@@ -275,7 +275,7 @@ def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
     assert sorted(torch.load(target, weights_only=True)) == ["lr", "model", "optimizer"]
     wrong = call("inspect", store, "--step", "save:x")
     assert wrong.status == 2
-    assert "give an integer, or save:DIGITS" in wrong.err
+    assert "give an integer, save:DIGITS" in wrong.err
 
 
 @pytest.mark.parametrize("step", ["9" * 5000, "-1", "1.0", ""])
@@ -283,7 +283,7 @@ def test_invalid_checkpoint_name(call: Call, store: Path, step: str) -> None:
     """Test that the error is a usage error."""
     outcome = call("inspect", store, "--step", step)
     assert outcome.status == 2
-    assert "give an integer, or save:DIGITS" in outcome.err
+    assert "give an integer, save:DIGITS" in outcome.err
 
 
 def test_one_save_of_a_step_is_pushed_and_pulled(call: Call, store: Path, tmp_path: Path) -> None:

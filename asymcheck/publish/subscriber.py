@@ -338,20 +338,22 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
         while not self._is_closed:
             with self._changed:
                 garbage, self._garbage = self._garbage, []
+                held = self._held
                 is_idle = self._prepared is not None or self._failure is not None
                 if is_idle and not garbage:
                     self._changed.wait(self._poll_s)
             del garbage
             if is_idle:
                 continue
-            # The weights do not change meanwhile: update() needs the result of this.
             prepared = failure = None
             try:
                 prepared = self._prepare(overwrites=False) if self.poll() is not None else None
             except BaseException as error:  # noqa: BLE001 - raised by the consumer
                 failure = error
             with self._changed:
-                self._prepared, self._failure = prepared, failure
+                # update(number) does not wait for this thread, and may have installed a newer release.
+                if self._held is held:
+                    self._prepared, self._failure = prepared, failure
                 self._changed.notify_all()
                 if prepared is None and not self._is_closed:
                     self._changed.wait(self._poll_s)

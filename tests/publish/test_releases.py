@@ -353,6 +353,31 @@ def test_several_subscribers_take_one_release(tmp_path: Path, *, prefetch: bool)
         check(served, 3)
 
 
+def test_a_late_prefetch_does_not_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a prefetched release that is ready only after an update to a newer one."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    is_read, may_end = threading.Event(), threading.Event()
+    prepare = Subscriber._prepare
+
+    def slow(subscriber: Subscriber, number: int | None = None, *, overwrites: bool) -> object:
+        prepared = prepare(subscriber, number, overwrites=overwrites)
+        if not overwrites:
+            is_read.set()
+            may_end.wait(60)
+        return prepared
+
+    with Publisher(rules) as publisher, Subscriber(rules.location, served, prefetch=True) as subscriber:
+        monkeypatch.setattr(Subscriber, "_prepare", slow)
+        publish(publisher, trained, 1)
+        assert is_read.wait(60)
+        publish(publisher, trained, 2)
+        subscriber.update(2)
+        may_end.set()
+        assert not subscriber.wait(0.5)
+        assert subscriber.update() is None
+        check(served, 2)
+
+
 def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
     """Test a dict that has no tensors yet."""
     served: dict[str, object] = {}

@@ -133,34 +133,30 @@ class _StoreUser:
 
     def __init__(self, store: Store | str | os.PathLike[str], run: str, step: int | None) -> None:
         self._store = store if isinstance(store, Store) else None
-        self._run = run
-        self._step = step
-        self._strict = False
-        self._tensors = "*"
         self._ref: CheckpointRef | None = None
         self._config: StoreConfig | None = None
         self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved or reads
         if isinstance(store, Store):
-            self._location, self._config = store.location, store.resources.tier.config
+            self._uri, self._config = CheckpointURI(store.location, run, step), store.resources.tier.config
         elif not is_checkpoint_uri(store):
             raise InvalidInputError(f"store {store!r:.100} is not a Store; pass the result of Store.open()")
         elif step is not None or run != DEFAULT_RUN:
             raise InvalidInputError(f"{store!s:.200} already names run and step; leave out run= and step=")
         else:
-            self._location = CheckpointURI.parse(store).location
-            self.reset(store)
+            self._uri = CheckpointURI.parse(store)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Select the checkpoint of a URI. Refuse a ``checkpoint_id`` of another store, or of a folder."""
-        if checkpoint_id is None or os.fspath(checkpoint_id) == self._location:
+        location = self._uri.location
+        if checkpoint_id is None or os.fspath(checkpoint_id) == location:
             return
         uri = CheckpointURI.parse(checkpoint_id) if is_checkpoint_uri(checkpoint_id) else None
-        if uri is None or os.path.realpath(uri.location) != os.path.realpath(self._location):
+        if uri is None or os.path.realpath(uri.location) != os.path.realpath(location):
             raise InvalidInputError(
-                f"checkpoint_id={checkpoint_id!r:.100} is not supported by store {self._location}; leave it out, "
-                f"and select the checkpoint by {type(self).__name__}(store, step=…)"
+                f"checkpoint_id={checkpoint_id!r:.100} is not supported by store {location}; leave it out, and select "
+                f"the checkpoint by {type(self).__name__}(store, step=…)"
             )
-        self._run, self._step, self._strict, self._tensors = uri.run, uri.step, uri.strict, uri.tensors
+        self._uri = uri
         self.checkpoint = None
 
     @contextlib.contextmanager
@@ -169,7 +165,7 @@ class _StoreUser:
             yield self._store
         else:
             writes = isinstance(self, StorageWriter)
-            with Store.open(self._location, create=writes, read_only=not writes, config=self._config) as store:
+            with Store.open(self._uri.location, create=writes, read_only=not writes, config=self._config) as store:
                 yield store
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,15 +206,16 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - signature of torch
         """Refuse a second use, and a save without collectives."""
+        uri = self._uri
         if self.checkpoint is not None:
             raise InvalidInputError(
-                f"this writer has already saved step {self._step} of run {self._run!r}; create a new writer for each "
+                f"this writer has already saved step {uri.step} of run {uri.run!r}; create a new writer for each "
                 "checkpoint"
             )
-        if self._step is None:
+        if uri.step is None:
             raise InvalidInputError(
-                f"cannot save to store {self._location}: no step is given; pass step=, or end the URI with the step, "
-                f"as in asymcheck://{self._location}?run={self._run}/step-100"
+                f"cannot save to store {uri.location}: no step is given; pass step=, or end the URI with the step, "
+                f"as in asymcheck://{uri.location}?run={uri.run}/step-100"
             )
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(_COLLECTIVES)
@@ -250,7 +247,8 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
             UnsupportedValueError, StorageError: see :meth:`asymcheck.Store.save`.
         """
         _drop_cached_plans(planner)
-        assert self._step is not None  # noqa: S101 - checked in set_up_storage_writer
+        run, step = self._uri.run, self._uri.step
+        assert step is not None  # noqa: S101 - checked in set_up_storage_writer
         parts: list[Part] = plan.storage_data
         states = _states_of(plan, planner, len(parts))
         if len(parts) == parts[0].world_size == 1:
@@ -258,7 +256,7 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
             states = [with_lists(states[0])]
         with self._opened() as store:
             for part, state in zip(parts, states, strict=True):
-                self.checkpoint = store.save(state, step=self._step, run=self._run, metrics=self._metrics, part=part)
+                self.checkpoint = store.save(state, step=step, run=run, metrics=self._metrics, part=part)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
@@ -276,9 +274,9 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         # Without manifests, another process has deleted the checkpoint in the meantime.
         if listing.manifests and listing.missing_ranks:
             raise RanksError(
-                f"step {saved.step} of run {saved.run!r} cannot be restored: store {self._location} lacks the parts of "
-                f"{named_spans(spans_of(listing.missing_ranks))}. On all ranks, open the store at one location, and "
-                "pass the same step and run"
+                f"step {saved.step} of run {saved.run!r} cannot be restored: store {self._uri.location} lacks the "
+                f"parts of {named_spans(spans_of(listing.missing_ranks))}. On all ranks, open the store at one "
+                "location, and pass the same step and run"
             )
 
 
@@ -361,8 +359,8 @@ class AsymcheckReader(_StoreUser, StorageReader):
         """
         check_glob(tensors)
         super().__init__(store, run, step)
-        self._tensors = self._tensors if tensors == "*" else tensors
-        self._strict = check_flag("strict", strict) or self._strict
+        self._tensors = tensors
+        self._strict = check_flag("strict", strict)
         self._stored = _Stored()
 
     # Without keyword arguments: DCP would take them for metadata by rank, and try a failed read again as such.
@@ -375,16 +373,16 @@ class AsymcheckReader(_StoreUser, StorageReader):
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
         """
-        restored = self._read(self._metadata, self._step)
+        restored = self._read(self._metadata, self._uri.step)
         for reason in restored.skipped:
-            warn_user(f"run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
+            warn_user(f"run {self._uri.run!r}: skipped {reason}", SkippedCheckpointWarning)
         self.checkpoint = restored.checkpoint
         metadata = restored.state
         assert isinstance(metadata, Metadata)  # noqa: S101 - result of _metadata
         return metadata
 
     def _read(self, read: Callable[[Resolved], object], step: int | None) -> Restored:
-        run = self._run
+        run = self._uri.run
         with self._opened() as store, timed("restore", 0, lambda: {"run": run}):
             which = store.resources.checked(run, step)
             return store.resources.read(lambda source: read_first(source, run, which, read), is_newest=which is None)
@@ -427,22 +425,25 @@ class AsymcheckReader(_StoreUser, StorageReader):
 
     def _compare(self, requested: set[str], missing: set[str]) -> None:
         """Report all differences of names at once, before anything is read."""
+        # An option of the URI counts in addition to the same argument of the reader.
+        pattern = self._uri.tensors if self._tensors == "*" else self._tensors
         unused = [name for name, entry in self._stored.items() if name not in requested and not _is_empty(entry)]
         found = []
         for one, other, result, every in (
             ("stored", "requested", "is lost", unused),
             ("requested", "stored", "keeps its value", sorted(missing)),
         ):
-            names = [name for name in every if matches(self._tensors, [name])]
+            names = [name for name in every if matches(pattern, [name])]
             if names:
                 entries = f"{one} entry" if len(names) == 1 else f"{one} entries"
                 found.append(f"{len(names):,} {entries} not {other}: each {result} ({listed(names, _NAMED)})")
         if found:
             message = (
-                f"{self._ref} of run {self._run!r} and the given state differ: {'; '.join(found)}. A new optimizer, "
-                "for example, has no state before its first step. To load a part, pass tensors=GLOB, such as 'model.*'"
+                f"{self._ref} of run {self._uri.run!r} and the given state differ: {'; '.join(found)}. A new "
+                "optimizer, for example, has no state before its first step. To load a part, pass tensors=GLOB, such "
+                "as 'model.*'"
             )
-            if self._strict:
+            if self._strict or self._uri.strict:
                 raise StateMismatchError(message)
             warn_user(message, StateDifferenceWarning)
 

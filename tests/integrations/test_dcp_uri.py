@@ -179,6 +179,17 @@ def test_optimizer_state_that_is_not_requested_is_named(store_path: Path) -> Non
         dcp.load(saved, storage_reader=AsymcheckReader(store, strict=True))
 
 
+def test_checkpoint_id_keeps_the_options_of_the_reader(store_path: Path) -> None:
+    """Test a reader with options that also gets a URI without them."""
+    uri = f"asymcheck://{store_path}?run=default/step-1"
+    with Store.open(store_path, create=True) as store:
+        dcp.save(state(), storage_writer=AsymcheckWriter(store, step=1))
+        with pytest.raises(CheckpointException, match="StateMismatchError"):
+            dcp.load({}, checkpoint_id=uri, storage_reader=AsymcheckReader(store, strict=True))
+        reader = AsymcheckReader(store, strict=True, tensors="none*")
+        dcp.load({}, checkpoint_id=uri, storage_reader=reader)
+
+
 def test_partial_load_is_not_reported_if_intended(store_path: Path) -> None:
     """Test a glob of names, as an argument and as an option of a URI, and names that are only requested."""
     partly = {"model": {"w": torch.zeros(4), "new": torch.ones(2)}}

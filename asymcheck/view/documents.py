@@ -63,8 +63,9 @@ class Histories:
         manifests, known = self._tier.manifests, self._known.setdefault(run, {})
         refs, heads = manifests.refs(run), manifests.heads(run)
         # Manifests of other ranks may complete a checkpoint later.
-        incomplete = [manifests.listing(run, ref).manifests for ref in refs if ref not in known] if known else []
-        version = hash((tuple(refs), tuple(heads), tuple(incomplete)))
+        incomplete = [ref for ref in refs if ref not in known] if run in self._read else []
+        present = tuple(manifests.listing(run, ref).manifests for ref in incomplete)
+        version = hash((tuple(refs), tuple(heads), present))
         newest = max(refs, key=lambda ref: ref.save_id, default=None)
         return RunState(run, version & 0xFFFFFFFF, len(refs), 0, None if newest is None else newest.step)
 

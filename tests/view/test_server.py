@@ -22,8 +22,10 @@ import torch
 
 import asymcheck
 from asymcheck.cli import exit_status
+from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import FormatError, OutOfSpaceError, StorageError
 from asymcheck.storage.local_files import Files
+from asymcheck.types import Part
 from asymcheck.view.server import PageServer
 from asymcheck.view.trace_summary import TraceFile
 from tests.cli.conftest import run_command
@@ -147,6 +149,17 @@ def test_page_follows_a_store(serve: Serve, store: Path) -> None:
         opened.delete(40)
         entries = fetch(server, "log?run=default")["history"]["entries"]
         assert [entry["checkpoint"]["complete"] for entry in entries] == [True] * 4
+
+
+def test_first_checkpoint_of_a_run_is_completed_later(serve: Serve, store_path: Path) -> None:
+    """Test a run whose only checkpoint was shown before the last rank had saved its part."""
+    save_id = new_save_id().hex()
+    with asymcheck.Store.open(store_path, create=True) as opened, serve(store_path) as server:
+        server.documents._histories._interval_s = 0.0
+        for rank, is_complete in enumerate((False, True)):
+            opened.save({"x": torch.ones(5)}, step=1, part=Part(rank, 2, save_id))
+            (entry,) = fetch(server, "log?run=default")["history"]["entries"]
+            assert entry["checkpoint"]["complete"] is is_complete
 
 
 def test_query_cannot_add_options_or_change_the_store(serve: Serve, store: Path, tmp_path: Path) -> None:

@@ -29,14 +29,7 @@ from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.cli.verify_command import merge_reports, verify
 from asymcheck.cli.view_command import view
 from asymcheck.config import __version__
-from asymcheck.errors import (
-    AbandonedCheckpointsWarning,
-    AsymcheckError,
-    RemoteCopyWarning,
-    SkippedCheckpointWarning,
-    StepOrderWarning,
-    UnreachableRemoteWarning,
-)
+from asymcheck.errors import AsymcheckError, SkippedCheckpointWarning
 
 
 @click.command(epilog=HELP, short_help="Print a shell completion script.")
@@ -53,13 +46,8 @@ def completion(ctx: click.Context, shell: str) -> None:
     shell_complete(ctx.find_root().command, {}, "asymcheck", "_ASYMCHECK_COMPLETE", f"{shell}_source")
 
 
-_WARNINGS = (
-    AbandonedCheckpointsWarning,
-    RemoteCopyWarning,
-    SkippedCheckpointWarning,
-    StepOrderWarning,
-    UnreachableRemoteWarning,
-)
+_ERRORS = vars(sys.modules[AsymcheckError.__module__]).values()
+_WARNINGS = tuple(item for item in _ERRORS if isinstance(item, type) and issubclass(item, Warning))
 
 
 class _Commands(click.Group):

@@ -81,3 +81,16 @@ def test_a_merge_of_the_newest_needs_a_known_line(call: Call, store: Path) -> No
     assert "cannot tell which checkpoint of run default is newest" in outcome.err
     missing = call("merge", store, "--last", 2, "--run", "nobody")
     assert (missing.status, "has no run 'nobody'" in missing.err) == (exit_status.NOT_FOUND, True)
+
+
+def test_a_warning_is_a_message(call: Call, store: Path, tmp_path: Path) -> None:
+    """Test a warning without a source line: an unreadable manifest prevents the collection of old releases."""
+    releases = tmp_path / "releases"
+    words = ("publish", store, "--to", releases, "--keep", "1", "--tensors", "model.weight")
+    assert call(*words).err == ""
+    (manifest,) = releases.rglob("*.manifest")
+    damaged = releases / "manifests" / "other" / manifest.parent.name / manifest.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"x")
+    outcome = call(*words)
+    assert outcome.err.startswith(f"asymcheck: cannot remove old releases at {releases}: ")

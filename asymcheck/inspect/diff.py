@@ -309,28 +309,18 @@ class _TensorStream:
     """Sequential reader of one tensor."""
 
     def __init__(self, row: TensorRow, read: _Read) -> None:
-        self._row = row
-        self._read = read
-        self._extent = 0
-        self._used = 0
+        self._pieces = (read(extent.digest)[extent.offset : extent.offset + extent.length] for extent in row.extents)
+        self._piece = memoryview(row.inline or b"")
 
     def read_into(self, block: npt.NDArray[np.uint8]) -> None:
         """Fill a block with the next bytes. The block must not be longer than the rest of the tensor."""
-        if self._row.inline is not None:
-            block[:] = np.frombuffer(self._row.inline, dtype=np.uint8)[self._used : self._used + len(block)]
-            self._used += len(block)
-            return
         filled = 0
         while filled < len(block):
-            extent = self._row.extents[self._extent]
-            count = min(extent.length - self._used, len(block) - filled)
-            start = extent.offset + self._used
-            data = self._read(extent.digest)[start : start + count]
-            block[filled : filled + count] = np.frombuffer(data, dtype=np.uint8)
-            filled += count
-            self._used += count
-            if self._used == extent.length:
-                self._extent, self._used = self._extent + 1, 0
+            self._piece = self._piece or next(self._pieces)
+            part = self._piece[: len(block) - filled]
+            block[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            self._piece = self._piece[len(part) :]
+            filled += len(part)
 
 
 def _compare_blocks(pair: _Pair, read: _Read, sums: NormSums) -> Iterator[int]:

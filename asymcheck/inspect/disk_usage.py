@@ -18,10 +18,10 @@ import numpy.typing as npt
 from asymcheck.errors import AsymcheckError, MissingPartitionError
 from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet
-from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
 from asymcheck.fsck.frame_scanner import Opened, each_manifest, every_pack
 from asymcheck.inspect.history import known_line
+from asymcheck.restore.lineage import Lineage
 from asymcheck.restore.resolve import check_run_exists
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
@@ -123,104 +123,76 @@ def account(tier: NvmeTier, run: str | None = None) -> DiskUsage:
     runs = tier.manifests.runs()
     if run is not None and runs:
         check_run_exists(tier.root, run, runs)
-    needs, frames = _References(), _FrameTable()
     # Read manifests before packs, so that a concurrent commit is omitted. Otherwise its partitions would seem lost.
+    needs: list[_Needs] = []
     for name in runs:
-        needs.add_run(tier, name)
-    frames.add_packs(tier)
+        line = known_line(tier, name)
+        needs += [_needs_of(tier, listing, line) for listing in tier.manifests.checkpoints(name)]
+    frames = _FrameTable(tier)
     totals = _Totals(tier, needs, frames)
-    # A training may have deleted checkpoints meanwhile. Their partitions are not lost.
-    if needs.forget_deleted(tier, totals.missing_partitions()):
-        totals = _Totals(tier, needs, frames)
+    # A training may have deleted checkpoints meanwhile. Their partitions are not lost, because manifests are deleted
+    # before packs are freed.
+    kept = [
+        need
+        for need, missing in zip(needs, totals.missing_partitions(), strict=True)
+        if (need.item.complete and not missing) or not tier.manifests.is_deleted(need.listing)
+    ]
+    if len(kept) < len(needs):
+        totals = _Totals(tier, kept, frames)
     return totals.result(run)
 
 
-class _References:
-    """References of checkpoints to partitions, one row per extent."""
+@dataclasses.dataclass(frozen=True)
+class _Needs:
+    """A checkpoint, and its references to partitions."""
 
-    def __init__(self) -> None:
-        self.checkpoints: list[CheckpointBytes] = []
-        """Checkpoints with the facts from manifests. Sums over frames are 0."""
-        self.listings: list[CheckpointFiles] = []
-        """Manifests of these checkpoints."""
-        self.unreadable = 0
-        self.extents: list[_Table] = []
-        self.state_by_role: list[_Ints] = []
+    item: CheckpointBytes  # facts from manifests; sums over frames are 0
+    listing: CheckpointFiles
+    unreadable: int  # number of unreadable manifests
+    state_by_role: _Ints
+    extents: _Table  # one row per extent; the column ``checkpoint`` is not set
 
-    def add_run(self, tier: NvmeTier, run: str) -> None:
-        line = known_line(tier, run)
-        for listing in tier.manifests.checkpoints(run):
-            by_role = np.zeros(len(_ROLES), dtype=np.int64)
-            manifest_bytes, read = sum(tier.manifests.sizes(listing).values()), 0
-            for _, manifest in each_manifest(tier, listing):
-                if isinstance(manifest, AsymcheckError):
-                    self.unreadable += 1
-                else:
-                    self._add(manifest, by_role)
-                    read += 1
-            checkpoint = CheckpointBytes(
-                run=run,
-                step=listing.ref.step,
-                generation=listing.ref.generation,
-                save_id=listing.ref.save_id.hex(),
-                complete=listing.is_complete and read == len(listing.manifests),
-                on_line=None if line is None else listing.ref in line,
-                state_bytes=int(by_role.sum()),
-                manifest_bytes=manifest_bytes,
-            )
-            self.checkpoints.append(checkpoint)
-            self.listings.append(listing)
-            self.state_by_role.append(by_role)
 
-    def forget_deleted(self, tier: NvmeTier, missing: Sequence[int]) -> bool:
-        """Remove checkpoints with a manifest or a partition that is missing because of a deletion since the listing.
-
-        ``missing`` has the number of missing partitions of each checkpoint. Return whether a checkpoint was removed.
-        """
-        kept = []
-        for number, (item, listing, lacks) in enumerate(zip(self.checkpoints, self.listings, missing, strict=True)):
-            # Manifests are deleted before packs are freed.
-            is_intact = item.complete and not lacks
-            if is_intact or not tier.manifests.is_deleted(listing):
-                kept.append(number)
-        if len(kept) == len(self.checkpoints):
-            return False
-        numbers = np.full(len(self.checkpoints), -1, dtype=np.int64)
-        numbers[kept] = np.arange(len(kept))
-        for extents in self.extents:
-            extents["checkpoint"] = numbers[extents["checkpoint"]]
-        self.extents = [extents[extents["checkpoint"] >= 0] for extents in self.extents]
-        self.checkpoints = [self.checkpoints[number] for number in kept]
-        self.listings = [self.listings[number] for number in kept]
-        self.state_by_role = [self.state_by_role[number] for number in kept]
-        return True
-
-    def _add(self, manifest: Manifest, by_role: _Ints) -> None:
+def _needs_of(tier: NvmeTier, listing: CheckpointFiles, line: Lineage | None) -> _Needs:
+    state_by_role = np.zeros(len(_ROLES), dtype=np.int64)
+    unreadable, tables = 0, list[_Table]()
+    for _, manifest in each_manifest(tier, listing):
+        if isinstance(manifest, AsymcheckError):
+            unreadable += 1
+            continue
         roles = np.array([_ROLES[role] for role in manifest.roles()], dtype=np.int64)
-        np.add.at(by_role, roles, manifest.nbytes)
+        np.add.at(state_by_role, roles, manifest.nbytes)
         extents = np.empty(len(manifest.extent_digests), dtype=_EXTENTS)
         extents["digest"], extents["length"] = manifest.extent_digests, manifest.extent_lengths
         extents["role"] = np.repeat(roles, np.diff(manifest.extent_starts))
-        extents["checkpoint"] = len(self.checkpoints)
-        self.extents.append(extents)
+        tables.append(extents)
+    checkpoint = CheckpointBytes(
+        run=listing.run,
+        step=listing.ref.step,
+        generation=listing.ref.generation,
+        save_id=listing.ref.save_id.hex(),
+        complete=listing.is_complete and len(tables) == len(listing.manifests),
+        on_line=None if line is None else listing.ref in line,
+        state_bytes=int(state_by_role.sum()),
+        manifest_bytes=sum(tier.manifests.sizes(listing).values()),
+    )
+    all_extents = np.concatenate([np.empty(0, dtype=_EXTENTS), *tables])
+    return _Needs(checkpoint, listing, unreadable, state_by_role, all_extents)
 
 
 class _FrameTable:
     """Frames of all packs, one row per frame."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: NvmeTier) -> None:
         self.frames: list[_Table] = []
         self.file_bytes: list[int] = []
         self.is_damaged: list[bool] = []
         self.unreadable = 0
         self.unreadable_bytes = 0
-
-    def add_packs(self, tier: NvmeTier) -> None:
-        """Add the frames of all packs."""
         for pack_id, pack in every_pack(tier, tier.open_pack):
-            self.add(tier.pack_path(pack_id), pack)
+            self._add(tier.pack_path(pack_id), pack)
 
-    def add(self, path: Path, pack: Opened) -> None:
+    def _add(self, path: Path, pack: Opened) -> None:
         if isinstance(pack, MissingPartitionError):
             return  # recycled since the listing
         if isinstance(pack, AsymcheckError):
@@ -241,9 +213,10 @@ class _FrameTable:
 class _Totals:
     """Sums over partitions, with dense integer ids."""
 
-    def __init__(self, tier: NvmeTier, needs: _References, frames: _FrameTable) -> None:
+    def __init__(self, tier: NvmeTier, needs: Sequence[_Needs], frames: _FrameTable) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
-        self.extents = np.concatenate([np.empty(0, dtype=_EXTENTS), *needs.extents])
+        self.extents = np.concatenate([np.empty(0, dtype=_EXTENTS), *(need.extents for need in needs)])
+        self.extents["checkpoint"] = np.repeat(np.arange(len(needs)), [len(need.extents) for need in needs])
         stored = np.concatenate([np.empty(0, dtype=_FRAMES), *frames.frames])
         based = stored[stored["kind"] != registry.KIND_FULL]
         digests = np.concatenate([self.extents["digest"], stored["digest"], based["digest"], based["base"]])
@@ -260,11 +233,12 @@ class _Totals:
 
     def result(self, run: str | None) -> DiskUsage:
         tier, needs, frames = self.tier, self.needs, self.frames
-        chosen = np.array([run in (None, item.run) for item in needs.checkpoints], dtype=bool)
+        chosen = np.array([run in (None, need.item.run) for need in needs], dtype=bool)
+        unreadable = sum(need.unreadable for need in needs)
         live = self.users_of[self.stored] > 0
         has_live = _sum_by_key(self.packs, live.astype(np.int64), len(frames.file_bytes)) > 0
         # Collection keeps packs with a damaged index, and all packs while a manifest is unreadable.
-        kept = has_live | np.array(frames.is_damaged, dtype=bool) | (needs.unreadable > 0)
+        kept = has_live | np.array(frames.is_damaged, dtype=bool) | (unreadable > 0)
         file_bytes = np.array(frames.file_bytes, dtype=np.int64)
         live_bytes = int(self.lengths[live].sum())
         locked_bytes = int(self.lengths[~live & kept[self.packs]].sum())
@@ -285,9 +259,9 @@ class _Totals:
             pooled_packs=len(pooled),
             pooled_bytes=sum(pooled),
             unfinished_bytes=_bytes_in(tier, tier.packs, "st_size", layout.is_pack_temporary),
-            manifests=sum(len(listing.manifests) for listing in needs.listings),
-            manifest_bytes=sum(item.manifest_bytes for item in needs.checkpoints),
-            unreadable_manifests=needs.unreadable,
+            manifests=sum(len(need.listing.manifests) for need in needs),
+            manifest_bytes=sum(need.item.manifest_bytes for need in needs),
+            unreadable_manifests=unreadable,
             # Count allocated blocks, because the catalog is a sparse file.
             catalog_bytes=_bytes_in(tier, tier.root / layout.CATALOG, "st_blocks") * _STAT_BLOCK,
         )
@@ -296,11 +270,11 @@ class _Totals:
         """Return the number of partitions of each checkpoint that are in no readable pack."""
         # Frames are never empty, so a partition of 0 bytes is in no pack.
         is_missing = (self.bytes_of[self.pair_needs] == 0).astype(np.int64)
-        missing: list[int] = _sum_by_key(self.pair_users, is_missing, len(self.needs.checkpoints)).tolist()
+        missing: list[int] = _sum_by_key(self.pair_users, is_missing, len(self.needs)).tolist()
         return missing
 
     def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
-        items = self.needs.checkpoints
+        items = [need.item for need in self.needs]
         bytes_of, is_own = self.bytes_of[self.pair_needs], self.users_of[self.pair_needs] == 1
         stored = _sum_by_key(self.pair_users, bytes_of, len(items)).tolist()
         own = _sum_by_key(self.pair_users, bytes_of * is_own, len(items)).tolist()
@@ -321,7 +295,7 @@ class _Totals:
 
     def _is_first_user(self) -> npt.NDArray[np.bool_]:
         """Tell for each pair of checkpoint and partition whether no earlier save needs the partition."""
-        items = self.needs.checkpoints
+        items = [need.item for need in self.needs]
         age = np.empty(len(items), dtype=np.int64)
         age[sorted(range(len(items)), key=lambda number: items[number].save_id)] = np.arange(len(items))
         ages = age[self.pair_users]
@@ -331,7 +305,9 @@ class _Totals:
         return is_first
 
     def _by_role(self, chosen: npt.NDArray[np.bool_]) -> tuple[RoleBytes, ...]:
-        state = sum(itertools.compress(self.needs.state_by_role, chosen), np.zeros(len(_ROLES), dtype=np.int64))
+        state = np.zeros(len(_ROLES), dtype=np.int64)
+        for need in itertools.compress(self.needs, chosen):
+            state += need.state_by_role
         is_counted = chosen[self.extents["checkpoint"]]
         extents = self.extents[is_counted]
         stored = _divide_by_role(self.needed[is_counted], extents["role"], extents["length"], self.bytes_of)

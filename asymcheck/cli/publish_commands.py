@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,7 +30,7 @@ from asymcheck.store import Store
 if TYPE_CHECKING:
     from asymcheck.publish.release import Publisher
 
-Document = dict[str, object]
+Document = dict[str, Any]
 _DTYPES = ("bfloat16", "float16", "float32")
 follow_option = click.option(
     "--follow", is_flag=True, help="Continue with each newer checkpoint or release until interrupted."
@@ -137,7 +137,7 @@ class _Newest:
 
 def _show_release(document: Document) -> None:
     kind = f"delta {document['deltas']} since a full release" if document["deltas"] else "full"
-    sizes = f"{output.size(int(str(document['written_bytes'])))} of {output.size(int(str(document['state_bytes'])))}"
+    sizes = f"{output.size(document['written_bytes'])} of {output.size(document['state_bytes'])}"
     click.echo(f"{document['location']}: release {document['number']}, step {document['step']}, {sizes}, {kind}")
 
 
@@ -151,8 +151,8 @@ def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_
     """Write the newest release at LOCATION to a file, verify every byte, and replace the file atomically.
 
     With --follow, the file is replaced by each newer release, and a line is printed for each one, also with --json.
-    LOCATION need not exist yet. Readers of the file see a
-    whole release at any time, because the new file is renamed to the old name.
+    LOCATION need not exist yet. Readers of the file see a whole release at any time, because the new file is renamed to
+    the old name.
 
     \b
     Examples:
@@ -179,7 +179,7 @@ def _follow_releases(location: str, target: Path, part: str | None, poll_s: floa
             return None
         if document["number"] == number:
             return None
-        number = int(str(document["number"]))
+        number = document["number"]
         return document
 
     _repeat(write_newer, _show_file, poll_s)
@@ -224,7 +224,7 @@ def _write_release(location: str, target: Path, part: str | None, written: int =
 
 
 def _show_file(document: Document) -> None:
-    content = f"{output.count(int(str(document['tensors'])), 'tensor')}, {output.size(int(str(document['bytes'])))}"
+    content = f"{output.count(document['tensors'], 'tensor')}, {output.size(document['bytes'])}"
     click.echo(f"{document['path']}: release {document['number']}, step {document['step']}, {content}")
 
 

@@ -90,12 +90,13 @@ def inspect(
             note_unflushed_captures(opened, run, ring_folder)
             locations = None if remote is None else list_locations(opened, remote, run)
             return _report_checkpoints(opened, run, locations)
+        run = DEFAULT_RUN if run is None else run
         if values:
-            checkpoint, listed = opened.values(step, pattern or "*", run=run or DEFAULT_RUN)
+            checkpoint, listed = opened.values(step, pattern or "*", run=run)
             merged = merge_of(opened.resources.tier, checkpoint)
             show = partial(_show_values, checkpoint, listed, merged, everything=pattern is not None)
             return Report({"checkpoint": checkpoint, "values": listed, "merged": merged}, show)
-        checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
+        checkpoint, tensors = opened.tensors(step, pattern or "*", run=run)
         missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
         merged = merge_of(opened.resources.tier, checkpoint)
         show = partial(_show_tensors, checkpoint, tensors, missing, merged, where=where)

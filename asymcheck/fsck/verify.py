@@ -541,7 +541,7 @@ def verify(
         of the checked manifests and pack indexes, which is equal for all shards if the store did not change.
     """
     if step is not None:
-        run, step = run or DEFAULT_RUN, check_step(step)
+        run, step = DEFAULT_RUN if run is None else layout.check_run(run), check_step(step)
         candidates(tier, run, step)
     elif run is not None:
         check_run_exists(tier.root, layout.check_run(run), tier.manifests.runs())

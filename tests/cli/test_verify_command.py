@@ -112,6 +112,14 @@ def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path
     assert call("verify", store, "--step", 25, "--run", "other").status == 1
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_an_empty_run_is_refused(call: Call, store: Path, command: str) -> None:
+    """Test a script whose variable is not set: the step is not that of another run, and is not called lost."""
+    outcome = call(command, store, "--run", "", "--step", "25")
+    assert outcome.status == 2
+    assert "invalid run name ''" in outcome.err
+
+
 def test_a_document_says_whether_frames_were_read(call: Call, store: Path, tmp_path: Path) -> None:
     """Test a store, and a location with and without --deep."""
     location = (tmp_path / "there").as_uri()

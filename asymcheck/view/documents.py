@@ -200,7 +200,7 @@ class Documents:
 
     def _verify(self) -> object:
         started_ns = time.time_ns()
-        document = self._read("verify", run=None, step=None, repair=False, remote=None, deep=False, shard=None)
+        document = self._read("verify", run=None, step=None, repair=False, remote=None, deep=True, shard=None)
         self._verified = {"started_ns": started_ns, "ended_ns": time.time_ns(), "document": document}
         return self._verified
 

@@ -235,6 +235,20 @@ def test_export_is_one_file_without_injected_elements(store: Path, tmp_path: Pat
         check_schema(name, found)
 
 
+def test_verification_of_a_location_reads_every_byte(store: Path, serve: Serve, tmp_path: Path) -> None:
+    """Test a flipped bit in a frame at a remote location."""
+    with asymcheck.Store.open(store) as opened:
+        opened.push(f"file://{tmp_path}/remote")
+    (pack,) = (tmp_path / "remote" / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    with serve(f"file://{tmp_path}/remote") as server:
+        document = fetch(server, "verify")["document"]
+    assert document["deep"]
+    assert [finding["kind"] for finding in document["findings"]] == ["damaged-frame"]
+
+
 def test_export_of_a_comparison_with_a_missing_checkpoint_is_refused(store: Path, tmp_path: Path) -> None:
     """Test that the command names the missing step, and writes no file."""
     outcome = run_command("view", store, "--export", tmp_path / "report.html", "--compare", "10", "999")

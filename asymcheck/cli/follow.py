@@ -23,6 +23,8 @@ from asymcheck.storage.shm.orphaned_rings import survey_rings
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
+_PAUSE_S = 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class RunView:
@@ -75,9 +77,6 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
                 live.update(_table(views, used, used - before, problem or ""), refresh=True)
             before = used
             time.sleep(_PAUSE_S)
-
-
-_PAUSE_S = 1.0
 
 
 class FollowedCheckpoints:

@@ -186,7 +186,8 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         self._lock.take(tier.config.lock_timeout_s, takeover=False)
         self._lock.check()
         # The location is asked first: if it does not answer, the weights of the newest release need not be read.
-        released, listed = self._remote_releases(), self._listed()
+        released = [] if self._location is None else self._remote().manifests.checkpoints(RUN)
+        listed = self._listed()
         if (listed[-1].ref if listed else None) != self._newest:
             self._resume(listed)
         number = max((listing.ref.step for listing in (*listed, *released)), default=0) + 1
@@ -238,9 +239,6 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
             self._far_encoder = encoder_for(self._far)
             self._far_pruner = RemotePruner(self._far, RUN, Retention(keep_last=self.rules.keep))
         return self._far
-
-    def _remote_releases(self) -> list[CheckpointFiles]:
-        return [] if self._location is None else self._remote().manifests.checkpoints(RUN)
 
     def _send(self, ref: CheckpointRef) -> int:
         """Push a release of the spool; return the bytes sent."""

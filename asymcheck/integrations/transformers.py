@@ -256,7 +256,8 @@ class _Training:
             return
         self._is_finished = True
         step = self.trainer.state.global_step
-        self.is_due, self._place = False, "epoch"
+        is_whole = float(self.trainer.state.epoch or 0).is_integer()
+        self.is_due, self._place = False, "epoch" if is_whole else "step"
         if step and self.checkpointer.latest_step != step:
             self.checkpointer.save(step, metrics=_metrics(self.trainer.state))
         # From now on, the Trainer may change the model outside of an optimizer step.

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from asymcheck import Store
 from asymcheck.convert.export_target import make_temporary_folder
@@ -85,6 +85,25 @@ def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]
     trainer, _ = resumed(full_store, step=STEPS)
     assert_same(dict(trainer.model.state_dict()), never_killed["model"])
     assert trainer.state.global_step == STEPS
+
+
+class _Stop(TrainerCallback):
+    def on_step_end(self, _args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        control.should_training_stop = state.global_step == STEPS_IN_EPOCH + 2
+
+
+def test_resumed_after_a_stop_within_an_epoch(tmp_path: Path, never_killed: dict[str, Any]) -> None:
+    """Test a training that another callback has ended, and that goes on later: every bit of the weights is equal."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=100)
+        trainer = make_trainer(tmp_path)
+        trainer.add_callback(callback)
+        trainer.add_callback(_Stop())
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    again, begun = resumed(tmp_path, every=100)
+    assert begun == STEPS_IN_EPOCH + 2
+    for name in ("model", "optimizer", "scheduler", "random"):
+        assert_same(outcome(again)[name], never_killed[name])
 
 
 class _LogsEachTask(TrainerCallback):

@@ -366,6 +366,7 @@ class InPlaceFill:
             self._stages.add_module(name, current, state, mappings)
             for key, parameter in current.named_parameters(remove_duplicate=False):
                 if isinstance(ref := shape.get(key), RowRef):
+                    self._check_tied(self._numbers.get(id(parameter), ref.row), ref.row)
                     self._numbers[id(parameter)] = ref.row
         elif isinstance(current, torch.optim.Optimizer):
             self._stages.add_optimizer(name, current, shape)
@@ -390,6 +391,15 @@ class InPlaceFill:
             return given
 
         return finish
+
+    def _check_tied(self, first: int, second: int) -> None:
+        """Note that a module has one parameter for two stored tensors, unless their stored bytes are the same."""
+        one, other = self._parts.row(first), self._parts.row(second)
+        # Tensors of one name on several ranks are replicas.
+        are_replicas = not {one.name, *one.aliases}.isdisjoint((other.name, *other.aliases))
+        if not are_replicas and (one.inline, one.extents) != (other.inline, other.extents):
+            tied = f"{one.name} and {other.name} are one tensor in the given state, but two in the checkpoint"
+            self.differences.append(f"{tied}: the second one is used")
 
     def _match_loosely(self, current: object, stored: object, tensors: _Tensors) -> None:
         # Inside such an object, only exact matches are filled in place. The object itself checks the rest.

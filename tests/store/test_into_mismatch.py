@@ -1,5 +1,6 @@
 """Test that a state that does not match the checkpoint is refused before any byte is overwritten."""
 
+import copy
 import re
 from collections import UserDict
 from collections.abc import Callable
@@ -238,6 +239,24 @@ def test_untied_checkpoint_in_a_tied_module_takes_the_last(store: Store) -> None
     tied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
     tied[1].weight = tied[0].weight
     store.save({"model": untied}, step=1)
-    store.load(into={"model": tied})
+    with pytest.warns(
+        StateDifferenceWarning, match=r"model\.0\.weight and model\.1\.weight are one tensor in the given"
+    ):
+        store.load(into={"model": tied})
     assert tied[0].weight is tied[1].weight
     assert torch.equal(tied[1].weight, untied[1].weight)
+    with pytest.raises(StateMismatchError, match="are one tensor"):
+        store.load(into={"model": tied}, strict=True)
+
+
+def test_untied_checkpoint_of_equal_tensors_fits_a_tied_module(store: Store) -> None:
+    """Test a checkpoint with two copies of one tensor, and one module in two places of the state."""
+    module = torch.nn.Linear(1500, 1500, bias=False)
+    store.save({"model": module, "ema": copy.deepcopy(module)}, step=1)
+    other = torch.nn.Linear(1500, 1500, bias=False)
+    store.load(into={"model": other, "ema": other}, strict=True)
+    assert torch.equal(other.weight, module.weight)
+    module.weight.data.zero_()
+    store.save({"model": module, "ema": other}, step=2)
+    with pytest.raises(StateMismatchError, match=r"model\.weight and ema\.weight are one tensor"):
+        store.load(into={"model": other, "ema": other}, strict=True)

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatchError, UnsupportedValueError, listed
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
-from asymcheck.format.typed_value import SETS
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import ShardSet
@@ -30,8 +29,8 @@ from asymcheck.restore.state_dict_check import (
 )
 from asymcheck.restore.state_template import (
     RowRef,
+    map_leaves,
     merge,
-    replace_rows,
     rows_in,
     select_each,
     with_names_of,
@@ -68,8 +67,6 @@ _PLAIN = (
 """Types of values that stored values replace."""
 
 _LISTED = 4
-_WITH_CLASSES = (*CLASSES, *SETS)
-"""Types of typed values that have a class, or may have members with one."""
 
 Finish = Callable[[Assembly], object]
 """Set plain values and load objects, given the filled tensors; return the value for the container above."""
@@ -149,7 +146,7 @@ class InPlaceFill:
         finish = self._match_in_place(current, stored, path)
         if self._returns and len(self._problems) > problems and path:
             shape = merge(stored)
-            if _is_data(current) if shape is None else _is_plain(current) and not rows_in(shape):
+            if _is_plain(current, with_data=shape is None) and not rows_in(shape):
                 del self._problems[problems:]
                 return self._made(shape, path)
         return finish
@@ -200,11 +197,7 @@ class InPlaceFill:
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
         """Create a stored value, including its tensors, with the classes of instances in the given state."""
-        shape = replace_rows(
-            shape,
-            lambda ref: ref,
-            lambda value: with_class(value, self._instances) if value.kind in _WITH_CLASSES else value,
-        )
+        shape = map_leaves(shape, typed=lambda value: with_class(value, self._instances))
         if self._grows:
             self._note_unknown(shape, path)
         tensors = self._want(shape, path, {})
@@ -219,7 +212,7 @@ class InPlaceFill:
                 names[str(value.parameter)] = None
             return value
 
-        replace_rows(shape, lambda ref: ref, note)
+        map_leaves(shape, typed=note)
         if names:
             unknown = f"{join_name(path) or '<root>'}: the given state has no instance of {listed([*names], _LISTED)}"
             made = "a dict of the fields replaces a namedtuple or dataclass, and the value replaces an Enum member"
@@ -265,9 +258,7 @@ class InPlaceFill:
         """
         if isinstance(current, torch.Tensor) and is_lazy(current):
             raise StateMismatchError("has no shape yet; give the module instead of its state")
-        shard = _shard(current)
-        local = shard.local if isinstance(shard, TensorShard) else shard
-        box = shard.box if isinstance(shard, TensorShard) else Box.of_whole(tuple(shard.shape))
+        local, box = _shard(current)
         problem = _obstacle(local, box, self._parts.row(number))
         if problem:
             raise StateMismatchError(problem)
@@ -288,9 +279,10 @@ class InPlaceFill:
         self, current: object, parts: TypedValue, stored: Sequence[object], path: tuple[Key, ...]
     ) -> Finish:
         found = next((value for value in stored if isinstance(value, TypedValue)), None)
-        problem = misfit(current, parts, found) if found else f"but {_noun(stored[0])} is stored"
-        if found is None or problem:
-            return self._refuse(path, problem if found else f"a {parts.kind} is given, {problem}")
+        if found is None:
+            return self._refuse(path, f"a {parts.kind} is given, but {_noun(stored[0])} is stored")
+        if problem := misfit(current, parts, found):
+            return self._refuse(path, problem)
         if parts.kind == "set":
             self._check_members(found, path)
         contents = [value.content for value in stored if isinstance(value, TypedValue) and value.kind == found.kind]
@@ -545,22 +537,15 @@ def _noun(stored: object) -> str:
     return f"a {stored.kind}" if isinstance(stored, TypedValue) else type(stored).__name__
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+def _is_plain(value: object, *, with_data: bool = False) -> bool:
+    """Tell whether a value consists of plain values, and ``with_data`` of tensors that no optimizer changes."""
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item, with_data=with_data) for item in value)
+    if with_data and (isinstance(value, np.ndarray) or (type(value) is torch.Tensor and not value.requires_grad)):
+        return True
     return isinstance(value, _PLAIN) and not isinstance(value, Enum)
-
-
-def _is_data(value: object) -> bool:
-    """Tell whether a value consists of plain values and of tensors that no optimizer changes."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_data, value))
-    if isinstance(value, dict):
-        return all(map(_is_data, value.values()))
-    is_tensor = type(value) is torch.Tensor and not value.requires_grad
-    return is_tensor or isinstance(value, np.ndarray) or _is_plain(value)
 
 
 def _is_like(a: Sequence[object], b: Sequence[object]) -> bool:
@@ -619,17 +604,19 @@ def _part_like(parameter: DTensor, demand: Demand) -> Finish:
     return lambda assembly: like(parameter, assembly.tensor(demand))
 
 
-def _shard(current: _Given) -> _Given:
-    """Return the local shard of a distributed tensor.
+def _shard(current: _Given) -> tuple[torch.Tensor | np.ndarray, Box]:
+    """Return the local data of a tensor, and the box of the data in the whole tensor.
 
     Raises:
         UnsupportedValueError: the local data is not a valid shard.
     """
     if isinstance(current, torch.Tensor) and is_dtensor(current):
-        return shard_of(current, "")
-    if isinstance(current, TensorShard) and not current.box.is_valid:
+        current = shard_of(current, "")
+    if not isinstance(current, TensorShard):
+        return current, Box.of_whole(tuple(current.shape))
+    if not current.box.is_valid:
         raise UnsupportedValueError("", f"the given shard {current.box} is not inside of its whole tensor")
-    return current
+    return current.local, current.box
 
 
 def _obstacle(current: torch.Tensor | np.ndarray, box: Box, stored: TensorRow) -> str:

@@ -14,7 +14,7 @@ from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.restore.frame_reader import fetch
 from asymcheck.restore.reshard import ShardSet, StoredPiece, box_of, of_box
 from asymcheck.restore.resolve import Resolved, needed_by
-from asymcheck.restore.state_template import merge, rows_in, select
+from asymcheck.restore.state_template import merge, read_shape, rows_in, select
 from asymcheck.state.boxes import Box, Crossing, Region
 from asymcheck.types import Digest
 
@@ -152,7 +152,7 @@ def read_parts(manifests: Sequence[Manifest], rank: int | None, tensors: str) ->
             "with into=, any rank can read the checkpoint"
         )
     parts = ShardSet(manifests, rank or 0)
-    return parts, select(merge(parts.shapes()) if rank is None else parts.own_shape, tensors)
+    return parts, select(merge(parts.shapes()) if rank is None else read_shape(manifests[rank]), tensors)
 
 
 def demands_of(parts: ShardSet, shape: object, *, whole: bool) -> dict[int, Demand]:

@@ -55,11 +55,6 @@ class ShardSet:
         self.gaps: set[str] = set()  # messages about requested parts that no rank saved
 
     @property
-    def own_shape(self) -> object:
-        """Shape of the state in the rank's own manifest."""
-        return read_shape(self._manifests[0])
-
-    @property
     def own(self) -> int:
         """Rank that saved the own manifest."""
         return self._manifests[0].header.rank

@@ -114,31 +114,17 @@ def read_shape(manifest: Manifest, first: int = 0) -> object:
 
 def rows_in(shape: object) -> list[int]:
     """Return the distinct rows in a shape, in order."""
-    rows: dict[int, None] = {}
-
-    def note(ref: RowRef) -> object:
-        rows[ref.row] = None
-        return ref
-
-    replace_rows(shape, note)
-    return list(rows)
-
-
-def _unchanged(value: TypedValue) -> object:
-    return value
-
-
-def replace_rows(
-    shape: object, make: Callable[[RowRef], object], typed: Callable[[TypedValue], object] = _unchanged
-) -> object:
-    """Return a copy of a shape with every placeholder replaced; ``typed`` is called on typed values after that."""
-    return map_leaves(shape, lambda leaf: make(leaf) if isinstance(leaf, RowRef) else leaf, typed)
+    rows: list[int] = []
+    map_leaves(shape, lambda leaf: rows.append(leaf.row) if isinstance(leaf, RowRef) else None)
+    return list(dict.fromkeys(rows))
 
 
 def map_leaves(
-    value: object, make: Callable[[object], object], typed: Callable[[TypedValue], object] = _unchanged
+    value: object,
+    make: Callable[[object], object] = lambda leaf: leaf,
+    typed: Callable[[TypedValue], object] = lambda value: value,
 ) -> Any:  # noqa: ANN401 - a nested state
-    """Return a copy of a nested state with the result of ``make`` in place of each leaf; see :func:`replace_rows`."""
+    """Return a copy of a nested state: ``make`` replaces each leaf, and ``typed`` each copy of a typed value."""
     if isinstance(value, TypedValue):
         return typed(dataclasses.replace(value, content=map_leaves(value.content, make, typed)))
     if type(value) in (dict, OrderedDict, Counter):
@@ -167,13 +153,15 @@ def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
     """
     arrays: dict[int, object] = {}
 
-    def make(ref: RowRef) -> object:
-        value = tensors[ref.row]
-        if not ref.as_array or not isinstance(value, torch.Tensor):
+    def make(leaf: object) -> object:
+        if not isinstance(leaf, RowRef):
+            return leaf
+        value = tensors[leaf.row]
+        if not leaf.as_array or not isinstance(value, torch.Tensor):
             return value
-        return arrays.setdefault(ref.row, _array(value))
+        return arrays.setdefault(leaf.row, _array(value))
 
-    return replace_rows(shape, make, build)
+    return map_leaves(shape, make, build)
 
 
 def merge(shapes: Sequence[object]) -> object:

@@ -50,20 +50,21 @@ def misfits(
     elif isinstance(current, torch.nn.Module) and _module_loads_by_name(current):
         yield from _module_misfits(current, stored, row_of, where)
     elif isinstance(current, torch.optim.Optimizer) and _optimizer_loads_by_group(current):
-        given, kept = _group_sizes(current.param_groups), _group_sizes(stored.get("param_groups"))
+        groups = _groups(stored)
+        given, kept = ([len(group["params"]) for group in each] for each in (current.param_groups, groups))
         if given != kept:
             yield f"param_groups: groups of {given} parameters are given, but of {kept} are stored"
         else:
             yield from _class_misfits(current, stored)
-            yield from _order_misfits(_names(current.param_groups), _names(_items(stored["param_groups"])))
+            yield from _order_misfits(_names(current.param_groups), _names(groups))
 
 
 def differences(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
     """Yield differences between an object and a stored state that ``load_state_dict()`` accepts in silence."""
     if isinstance(current, torch.nn.Module):
         yield from _conversions(current, stored, row_of)
-    elif isinstance(current, torch.optim.Optimizer) and isinstance(stored.get("param_groups"), list):
-        for number, groups in enumerate(zip(current.param_groups, _items(stored["param_groups"]), strict=False)):
+    elif isinstance(current, torch.optim.Optimizer):
+        for number, groups in enumerate(zip(current.param_groups, _groups(stored), strict=False)):
             problems = _group_differences(*groups, _counters(current))
             yield from (f"param_groups.{number}: {problem}" for problem in problems)
 
@@ -83,7 +84,7 @@ def _conversions(
 
 def _class_misfits(optimizer: torch.optim.Optimizer, stored: Mapping[Key, object]) -> Iterator[str]:
     """Yield the evidence that an optimizer of another class was stored, whose state fails at the next step."""
-    groups = zip(optimizer.param_groups, _items(stored["param_groups"]), strict=False)
+    groups = zip(optimizer.param_groups, _groups(stored), strict=False)
     options = (_unlike("param_groups", given, kept) for given, kept in groups)
     states, given_states = stored.get("state"), optimizer.state_dict()["state"]
     pairs = [(given_states.get(key), kept) for key, kept in states.items()] if isinstance(states, dict) else []
@@ -109,8 +110,8 @@ def _order_misfits(given: Sequence[object], kept: Sequence[object]) -> Iterator[
             return
 
 
-def _names(groups: Sequence[Any]) -> list[object]:
-    return [name for group in groups if isinstance(group, dict) for name in _items(group.get("param_names"))]
+def _names(groups: Sequence[dict[str, Any]]) -> list[object]:
+    return [name for group in groups for name in _items(group.get("param_names"))]
 
 
 def _unlike(what: str, given: object, kept: object) -> str:
@@ -133,10 +134,10 @@ def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
     return getattr(optimizer, "defaults", {}).keys() - arguments
 
 
-def _group_differences(given: Mapping[str, object], kept: object, counters: Container[str]) -> Iterator[str]:
+def _group_differences(
+    given: Mapping[str, object], kept: Mapping[str, object], counters: Container[str]
+) -> Iterator[str]:
     """Yield the differences between the options of a group of parameters, except ``counters``."""
-    if not isinstance(kept, dict):
-        return
     if unlike := _unlike("options", given, kept):
         yield f"{unlike}. Was it an optimizer of another class?"
     for key in sorted(given.keys() & kept.keys() - _SCHEDULED_OPTIONS):
@@ -178,10 +179,10 @@ def _module_misfits(
     yield from (f"{key}: is stored, but not in the given module" for key in stored if key not in state)
 
 
-def _group_sizes(groups: object) -> list[int]:
-    if not isinstance(groups, list):
-        return []
-    return [len(group["params"]) for group in groups if isinstance(group, dict) and "params" in group]
+def _groups(stored: Mapping[Key, Any]) -> list[dict[str, Any]]:
+    """Return the groups of parameters in the stored state of an optimizer."""
+    groups = _items(stored.get("param_groups"))
+    return [group for group in groups if isinstance(group, dict) and isinstance(group.get("params"), list)]
 
 
 def state_for(
@@ -235,16 +236,14 @@ def _of_parameters_here(
 
 def _numbers(stored: Mapping[Key, object]) -> list[object]:
     """Return the numbers of the parameters of each group, and their names if the optimizer knows them."""
-    groups = [group for group in _items(stored.get("param_groups")) if isinstance(group, dict)]
-    return [(group.get("params"), group.get("param_names")) for group in groups]
+    return [(group["params"], group.get("param_names")) for group in _groups(stored)]
 
 
 def _numbered(
     optimizer: torch.optim.Optimizer, stored: Mapping[Key, object]
 ) -> Iterator[tuple[Any, torch.nn.Parameter]]:
     """Yield the parameters of an optimizer with their numbers in a stored state."""
-    groups = [group for group in _items(stored.get("param_groups")) if isinstance(group, dict)]
-    keys = [key for group in groups for key in _items(group.get("params"))]
+    keys = (key for group in _groups(stored) for key in group["params"])
     yield from zip(keys, (parameter for group in optimizer.param_groups for parameter in group["params"]), strict=False)
 
 

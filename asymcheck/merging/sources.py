@@ -34,7 +34,6 @@ from asymcheck.restore.resolve import Resolved, resolve_one
 from asymcheck.restore.state_template import like_mapping, rows_in
 from asymcheck.state.boxes import Box
 from asymcheck.store import Store
-from asymcheck.types import Digest
 
 _OPTIMIZER_ROLES = frozenset({"first_moment", "second_moment", "gradient", "rng"})
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
@@ -84,7 +83,14 @@ class Source:
         """Tensors to merge, by each of their names."""
         for number in rows_in(kept):
             tensor = SourceTensor(self, number)
-            self.tensors.update(dict.fromkeys((tensor.row.name, *tensor.row.aliases), tensor))
+            for name in (tensor.row.name, *tensor.row.aliases):
+                other = self.tensors.setdefault(name, tensor)
+                # Tensors of one name on several ranks are parts or replicas of one tensor.
+                if other is not tensor and other.rank == tensor.rank:
+                    raise InvalidInputError(
+                        f"{self} has two tensors of the name {name}, which a merge cannot tell apart; merge tensors of "
+                        "other names: tensors=GLOB"
+                    )
         self._masters = self._find_masters()
         # Small tensors, which are read one after the other, share partitions.
         self._read_shared = functools.lru_cache(_SHARED_KEPT)(partial(read_any, resolved.sources))
@@ -166,17 +172,16 @@ class Source:
     def read_extents(self, extents: Iterable[Extent], held: contextlib.ExitStack) -> Bytes:
         """Read parts of partitions, in the memory of slots that ``held`` gives back."""
         parts: list[Bytes] = []
+        sources = self.resolved.sources
         with naming_tensors(self.resolved):
             for extent in extents:
-                is_whole = extent.length == extent.partition_length
-                plain = self._read_into_slot(extent.digest, held) if is_whole else self._read_shared(extent.digest)
+                if extent.length == extent.partition_length:
+                    slot = sources.tier.slots.slot(sources.copy(extent.digest).stored_length)
+                    plain = read_any(sources, extent.digest, held.enter_context(slot))
+                else:
+                    plain = self._read_shared(extent.digest)
                 parts.append(np.frombuffer(plain, np.uint8, extent.length, extent.offset))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _read_into_slot(self, digest: Digest, held: contextlib.ExitStack) -> memoryview:
-        sources = self.resolved.sources
-        slots = sources.tier.slots
-        return read_any(sources, digest, held.enter_context(slots.slot(sources.copy(digest).stored_length)))
 
     def record(self, weight: float | None) -> dict[str, object]:
         """Describe the checkpoint in the manifest of the merged one."""
@@ -223,6 +228,7 @@ class SourceTensor:
         """Describe the tensor with a number in ``source``."""
         self.source, self.number = source, number
         self.row = source.parts.row(number)
+        self.rank = source.parts.rank_of(number)
         self.width = DTYPE_BYTES[self.row.dtype]
         box = source.parts.whole(number)
         self.is_whole = box_of(self.row) == box

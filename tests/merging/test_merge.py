@@ -324,6 +324,17 @@ def test_other_architectures_are_refused(
     assert "merged" not in store.runs()
 
 
+def test_two_tensors_of_one_name_are_refused(store: asymcheck.Store) -> None:
+    """Test names that tell tensors apart for a restore only, because keys may contain dots."""
+    for step in (1, 2):
+        store.save({"a.b": torch.full((3,), 10.0 * step), "a": {"b": torch.full((3,), step)}}, step=step, run="dots")
+    with pytest.raises(
+        InvalidInputError, match=r"step 1 of run 'dots' in .* has two tensors of the name a\.b, which a"
+    ):
+        asymcheck.merge(store, [1, 2], run="dots")
+    assert "merged" not in store.runs()
+
+
 def test_wrong_requests_change_nothing(store: asymcheck.Store) -> None:
     """Test missing steps, wrong orders, settings and runs, and a state without weights."""
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint of step 99"):

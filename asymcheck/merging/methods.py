@@ -91,7 +91,7 @@ class MergeSettings:
             raise InvalidInputError(f"method {self.method} {problem}")
         for name, value, least in (("alpha", self.alpha, 0), ("t", self.t, 0), ("density", self.density, 2**-53)):
             if not least <= value <= 1:
-                raise InvalidInputError(f"{name} {value}: give a number from 0 to 1")
+                raise InvalidInputError(f"{name} {value}: give a number {'above 0, up to' if least else 'from 0 to'} 1")
         if not math.isfinite(self.scale):
             raise InvalidInputError(f"scale {self.scale}: give a finite number")
         self._check_weights(sources)

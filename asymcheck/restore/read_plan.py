@@ -16,7 +16,7 @@ from asymcheck.restore.reshard import ShardSet, StoredPiece, box_of, of_box
 from asymcheck.restore.resolve import Resolved, needed_by
 from asymcheck.restore.state_template import merge, read_shape, rows_in, select
 from asymcheck.state.boxes import Box, Crossing, Region
-from asymcheck.types import Digest
+from asymcheck.types import Digest, counted
 
 
 class ByteTarget(Protocol):
@@ -148,7 +148,7 @@ def read_parts(manifests: Sequence[Manifest], rank: int | None, tensors: str) ->
     """
     if rank is not None and rank >= len(manifests):
         raise InvalidInputError(
-            f"{manifests[0].header.ref} was saved by {len(manifests)} ranks, so rank {rank} does not exist; "
+            f"{manifests[0].header.ref} was saved by {counted(len(manifests), 'rank')}, so rank {rank} does not exist; "
             "with into=, any rank can read the checkpoint"
         )
     parts = ShardSet(manifests, rank or 0)

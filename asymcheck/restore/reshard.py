@@ -32,8 +32,6 @@ def box_of(row: TensorRow) -> Box:
 
 def of_box(row: TensorRow, box: Box) -> TensorRow:
     """Describe another part of a row's tensor, without the location of its bytes."""
-    if box_of(row) == box:
-        return row
     nbytes = box.elements * DTYPE_BYTES[row.dtype]
     return dataclasses.replace(
         row, shape=box.shape, global_shape=box.whole, offset=box.offset, nbytes=nbytes, inline=None, extents=()

@@ -202,9 +202,7 @@ def state_for(
         return _of_parameters_here(current, stored, savers, rank_of)
     if not isinstance(current, torch.nn.Module) or all(other.keys() == first.keys() for other in stored):
         return first
-    merged = merge(stored)
-    if not isinstance(merged, dict):
-        return first
+    merged: Any = merge(stored)
     return like_mapping(merged, {key: value for key, value in merged.items() if key in state})
 
 

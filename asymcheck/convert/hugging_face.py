@@ -337,8 +337,8 @@ class SafetensorsSink(DraftSink):
             )
         if self._max_shard_bytes is not None and _CONFIGURATION not in self._small_file_names(part):
             hints.append(
-                f"{self._draft.target} has no {_CONFIGURATION}, which transformers requires; pass "
-                "--files-from FOLDER to copy it from another model folder"
+                f"{self._draft.target} has no {_CONFIGURATION}, which transformers requires; copy it from another "
+                "model folder with asymcheck restore --files-from FOLDER"
             )
         return hints
 

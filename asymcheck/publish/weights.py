@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -69,9 +70,16 @@ def match(into: object, manifest: Manifest, release: str) -> list[Weight]:
     Raises:
         StateMismatchError: names, shapes, dtypes or ties differ; nothing was changed.
     """
-    given = dict(tensors_of(into))
-    rows = manifest.rows()
+    pairs, rows = list(tensors_of(into)), manifest.rows()
+    given = dict(pairs)
     by_name = {name: row for row in rows for name in (row.name, *row.aliases)}
+    shared = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    shared += [row.name for row in rows if by_name[row.name] is not row]
+    if shared:
+        raise StateMismatchError(
+            f"{shared[0]} is the name of two tensors of the given state, or of {release}; nothing was changed. Use "
+            "keys without dots"
+        )
     if isinstance(into, dict) and not into:
         return [Weight(row, [], []) for row in rows]
     prefix = _prefix(given, by_name)

@@ -504,6 +504,28 @@ def test_other_architecture_or_dtype_is_refused(tmp_path: Path, into: Callable[[
         assert all(torch.equal(a, b) for a, b in zip(before, served.parameters(), strict=True))
 
 
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Test names that do not tell tensors apart, because keys may contain dots."""
+    rules = Publish(str(tmp_path / "releases"), tensors="*")
+    one, other = torch.zeros(3), torch.zeros(3)
+    states: tuple[dict[str, object], ...] = ({}, {"a.b": one}, {"a.b": one, "a": {"b": other}})
+    with Publisher(rules) as publisher:
+        publisher.publish({"a.b": torch.ones(3), "a": {"b": torch.ones(3)}}, 1)
+        for served in states:
+            with Subscriber(rules.location, served) as subscriber:
+                with pytest.raises(StateMismatchError, match=r"a\.b is the name of two tensors"):
+                    subscriber.update()
+                assert subscriber.number is None
+        publisher.publish({"a.b": torch.ones(3)}, 2)
+        with (
+            Subscriber(rules.location, states[-1]) as subscriber,
+            pytest.raises(StateMismatchError, match=r"a\.b is the"),
+        ):
+            subscriber.update()
+    assert not one.any()
+    assert not other.any()
+
+
 @pytest.mark.parametrize("buffering", ["double", "single"])
 def test_damaged_release_changes_nothing(tmp_path: Path, buffering: str) -> None:
     """Test that a damaged release is refused, that an older one never replaces a newer one, and that the next heals."""

@@ -133,11 +133,19 @@ class Source:
         """Return the tensor for a row of the newest source: the float32 master if there is one.
 
         Raises:
-            StateMismatchError: the checkpoint has no such tensor, or the shape differs.
+            StateMismatchError: the checkpoint has no such tensor, or several, or the shape differs.
         """
-        found = next((self.tensors[name] for name in (row.name, *row.aliases) if name in self.tensors), None)
-        if found is None:
+        names = (row.name, *row.aliases)
+        every = dict.fromkeys(self.tensors[name] for name in names if name in self.tensors)
+        if not every:
             raise StateMismatchError(f"{self} has no tensor {row.name}; merge checkpoints of one architecture")
+        found, *others = every
+        span = found.span(0, found.row.nbytes)
+        if any(other.rank == found.rank and other.span(0, other.row.nbytes) != span for other in others):
+            raise StateMismatchError(
+                f"{listed(names, _SHOWN)} are one tensor in the last source, but several in {self}; merge checkpoints "
+                "of one architecture"
+            )
         if found.row.global_shape != row.global_shape:
             raise StateMismatchError(
                 f"tensor {row.name} has shape {list(found.row.global_shape)} in {self}, but {list(row.global_shape)} "

@@ -309,8 +309,12 @@ def _change(key: str, value: object) -> Callable[[dict[str, Any]], None]:
             _change("extra", torch.zeros(3)),
             "has model.extra, which step 40 .* lacks; merge checkpoints of one architec",
         ),
+        (
+            lambda model: model.update(head=model["head"] + 1),
+            "model.embedding, model.head are one .* in step 50",
+        ),
     ],
-    ids=["shape", "missing", "extra"],
+    ids=["shape", "missing", "extra", "untied"],
 )
 def test_other_architectures_are_refused(
     store: asymcheck.Store, change: Callable[[dict[str, Any]], object], problem: str

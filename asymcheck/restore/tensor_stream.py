@@ -91,11 +91,13 @@ def hand_on(
 
 def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
     batch: list[Demand] = []
+    nbytes = 0
     for demand in demands:
-        if batch and sum(part.row.nbytes for part in (*batch, demand)) > _GATHERED_BYTES:
+        if batch and nbytes + demand.row.nbytes > _GATHERED_BYTES:
             yield batch
-            batch = []
+            batch, nbytes = [], 0
         batch.append(demand)
+        nbytes += demand.row.nbytes
     if batch:
         yield batch
 

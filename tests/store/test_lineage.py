@@ -288,7 +288,7 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint of run 'default' whose save id is 0"):
         store.load("save:0")
     for wrong in ("2", "save:", "save:xyz", f"save:{first.save_id}0"):
-        with pytest.raises(InvalidInputError, match="give an integer, or save:DIGITS"):
+        with pytest.raises(InvalidInputError, match="give an integer, save:DIGITS"):
             store.load(wrong)
 
 

@@ -54,6 +54,7 @@ from asymcheck.validation import (
     check_grace,
     check_state,
     check_step,
+    check_which,
 )
 
 OnError = Literal["raise", "warn"]
@@ -201,14 +202,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         opened = self._store.resources
         return Pruner(opened.writable(), opened.catalog(), self._run, keep, self._pusher.held)
 
-    def restore(self, step: int | None = None, *, strict: bool = False) -> Checkpoint | None:
+    def restore(self, step: int | str | None = None, *, strict: bool = False) -> Checkpoint | None:
         """Restore the state from the newest consistent checkpoint, or from the checkpoint of ``step``.
 
         Complete captures that a killed process left in memory are committed first. Opens a new generation before it
         returns: checkpoints after the restored one are abandoned from then on.
 
         Args:
-            step: the step; None for the newest consistent checkpoint.
+            step: the step; None for the newest consistent checkpoint. ``"save:DIGITS"`` and ``"best:METRIC"`` select as
+                in :meth:`Store.load`, for instance an abandoned checkpoint.
             strict: raise StateMismatchError instead of a StateDifferenceWarning.
 
         Returns:
@@ -233,7 +235,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         self._check_open()
         with self._noting_partial_restore():
-            return self._restore(step, strict=check_flag("strict", strict))
+            which = None if step is None else check_which(step)
+            return self._restore(which, strict=check_flag("strict", strict))
 
     @contextlib.contextmanager
     def _noting_partial_restore(self) -> Iterator[None]:
@@ -248,7 +251,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self._partial_restore = PartialRestoreError(str(error), overwritten, None)
             raise
 
-    def _restore(self, step: int | None, *, strict: bool) -> Checkpoint | None:
+    def _restore(self, step: int | str | None, *, strict: bool) -> Checkpoint | None:
         with contextlib.ExitStack() as held:
             if self._coordinator is not None:
                 held.enter_context(self._exit_handler)

@@ -125,7 +125,7 @@ class ResumeCoordinator:
 
     def restore(
         self,
-        step: int | None,
+        step: int | str | None,
         into: object,
         prepare: Callable[[Agree | None], object],
         report: Callable[[], object],
@@ -177,7 +177,7 @@ class ResumeCoordinator:
             raise
 
     def _proposals(
-        self, step: int | None, skipped: list[str], prepare: Callable[[], object]
+        self, step: int | str | None, skipped: list[str], prepare: Callable[[], object]
     ) -> Iterator[CheckpointRef]:
         prepare()
         is_any = False
@@ -195,7 +195,7 @@ class ResumeCoordinator:
             raise InconsistentCheckpointError(message, skipped)
 
     def _readable(
-        self, session: Session, number: int, step: int | None, prepare: Callable[[Agree], object]
+        self, session: Session, number: int, step: int | str | None, prepare: Callable[[Agree], object]
     ) -> list[dict[CheckpointRef, bool | None]]:
         """Return, on rank 0, :meth:`_parts_here` of each store.
 
@@ -237,7 +237,7 @@ class ResumeCoordinator:
         common = session.agree_json(at, mine, decide, f"restore of run {self._run!r}")
         return [SaveId(bytes.fromhex(save_id)) for save_id in common]
 
-    def _parts_here(self, ranks: Sequence[int], step: int | None) -> dict[str, bool | None]:
+    def _parts_here(self, ranks: Sequence[int], step: int | str | None) -> dict[str, bool | None]:
         """Return the names of checkpoints, and for each whether this store or its remote has a part for each rank.
 
         None instead of False means that the checkpoint was never durable.
@@ -269,7 +269,7 @@ class ResumeCoordinator:
         self,
         session: Session,
         stores: Sequence[Mapping[CheckpointRef, bool | None]],
-        step: int | None,
+        step: int | str | None,
         skipped: list[str],
     ) -> Iterator[CheckpointRef]:
         """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
@@ -304,7 +304,7 @@ class ResumeCoordinator:
         raise InconsistentCheckpointError(f"{what}. {advice}. To start from scratch, choose another run:", skipped)
 
     def _proposed(
-        self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | None
+        self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | str | None
     ) -> CheckpointRef | None:
         """Return the next checkpoint that rank 0 proposes; None if none is left."""
         if not self.is_first:
@@ -497,7 +497,7 @@ def saved(capture: Capture) -> Checkpoint:
 def restored_alone(
     store: Store,
     run: str,
-    step: int | None,
+    step: int | str | None,
     into: object,
     warn_of_skipped: Callable[[Sequence[str]], object],
     *,

@@ -176,6 +176,20 @@ def test_a_restart_after_going_back_goes_on_from_the_new_branch(store: Store) ->
     assert (restored.step, restored.generation) == (4, 2)
 
 
+def test_return_to_an_abandoned_save_of_a_step(store: Store) -> None:
+    """Test the return from a fork to the first training by a save id, because both have the step."""
+    _train(store, range(4))
+    abandoned = store.checkpoints()[-1]
+    state = _state()
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
+    checkpointer.restore(1)
+    checkpointer.save(3)
+    restored = checkpointer.restore(f"save:{abandoned.save_id}")
+    assert restored is not None
+    assert (restored.step, restored.save_id) == (3, abandoned.save_id)
+    assert [c.save_id for c in store.checkpoints() if c.on_line][-1] == abandoned.save_id
+
+
 def test_a_start_without_a_restore_is_a_new_line(store: Store) -> None:
     """Test that a start without a restore warns, keeps the old checkpoints, and saves the newest checkpoint."""
     _train(store, range(10))

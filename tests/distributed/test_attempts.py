@@ -15,6 +15,7 @@ from asymcheck.commit.save_request import new_save_id
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     AsymcheckError,
+    InvalidInputError,
     PartialRestoreError,
     RankFailedError,
     SkippedCheckpointWarning,
@@ -115,6 +116,30 @@ def test_state_that_a_damaged_checkpoint_left_on_one_rank_is_not_saved(
     first, damaged = each(2, restored)
     assert first[1:] == [PartialRestoreError]
     assert damaged[1:] == [RankFailedError if is_empty else PartialRestoreError]
+
+
+def test_digits_without_save_are_not_taken_for_a_save_id(tmp_path: Path) -> None:
+    """Test a step that is passed as text, which would otherwise restore any save whose id begins with the digits."""
+    save_id = new_save_id().hex()
+    with Store.open(tmp_path / "store", create=True) as store:
+        for rank in range(2):
+            store.save({"w": torch.zeros(3000)}, step=1, part=Part(rank, 2, save_id))
+    keys = dist.HashStore()
+    os.mkdir(tmp_path / "memory")
+
+    def restored(rank: int) -> int | None:
+        capture = CaptureConfig(ring_folder=str(tmp_path / "memory"))
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0)
+        with (
+            Store.open(tmp_path / "store") as store,
+            Checkpointer(store, {"w": torch.ones(3000)}, capture=capture, ranks=ranks, every=1) as checkpointer,
+        ):
+            with pytest.raises(InvalidInputError, match="give an integer, save:DIGITS"):
+                checkpointer.restore(save_id[:2])
+            checkpoint = checkpointer.restore(f"save:{save_id[:20]}")
+            return checkpoint and checkpoint.step
+
+    assert each(2, restored) == [1, 1]
 
 
 class Interrupted:

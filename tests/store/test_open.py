@@ -431,6 +431,22 @@ def test_writes_to_a_store_that_vanished_name_the_cause(store_path: Path) -> Non
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
 
 
+def test_store_that_vanishes_while_a_pack_is_written_names_the_cause(store_path: Path) -> None:
+    """Test a directory that is removed during a training: the open file of the pack hides that until its rename."""
+
+    def vanish(event: events.Event) -> None:
+        if event.name == "pack.synced":
+            store_path.rename(store_path.parent / "elsewhere")
+
+    with Store.open(store_path, create=True) as store:
+        with (
+            events.observe(vanish),
+            pytest.raises(StorageError, match=r"store .* does not exist any more: was it moved"),
+        ):
+            store.save({"a": torch.randn(100_000)}, step=1)
+        (store_path.parent / "elsewhere").rename(store_path)
+
+
 def test_change_of_the_working_directory_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a store that was opened by a relative path: the error names the cause, and the store can be closed."""
     (tmp_path / "elsewhere").mkdir()
@@ -438,7 +454,7 @@ def test_change_of_the_working_directory_is_a_clear_error(tmp_path: Path, monkey
     with Store.open("store", create=True) as store:
         store.save({"a": 1}, step=1)
         monkeypatch.chdir(tmp_path / "elsewhere")
-        with pytest.raises(StorageError, match="did the program change that directory"):
+        with pytest.raises(StorageError, match="was it moved or removed, or did the program change that directory"):
             store.save({"a": 2}, step=2)
     assert not _has_open_catalog(tmp_path / "store")
     with Store.open(tmp_path / "store") as store:

@@ -32,8 +32,8 @@ def removed_store(root: Path) -> StorageError:
     """Return the error about a store whose directory is gone."""
     if not root.is_absolute():
         return StorageError(
-            f"store {root} is not below the working directory any more: did the program change that directory? "
-            "Open the store by an absolute path"
+            f"store {root} is not below the working directory any more: was it moved or removed, or did the program "
+            "change that directory? Restore the store, or open it by an absolute path"
         )
     return StorageError(
         f"store {root} does not exist any more: was it moved, removed, or its drive unmounted? "

@@ -17,6 +17,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import PackHeader, encode_index, encode_pack_header, entries_of, location_of, round_up
 from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, create_locked, is_same_file, try_lock
+from asymcheck.storage.nvme.manifests import removed_store
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 
@@ -100,7 +101,10 @@ class PackWriter:
             self._file.sync()
         emit("pack.synced", self._path.name)
         final = self._directory / layout.pack_name(self.pack_id)
-        self._files.rename(self._path, final)
+        try:
+            self._files.rename(self._path, final)
+        except FileNotFoundError as error:
+            raise removed_store(self._directory.parent) from error
         emit("pack.renamed", final.name)
         self._files.sync_directory(self._directory)
         emit("pack.sealed", final.name, header.pack_length)

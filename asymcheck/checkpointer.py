@@ -512,7 +512,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> Capture:
         try:
-            if self._background is None:
+            # Another Checkpointer of the run may have closed it, before this one restored again.
+            if self._background is None or self._background.is_closed:
                 self._background = self._started()
             pace = self._interval_controller.facts(self.statistics())
             request = self._store.training.request(self._run, step, metrics, pace=pace)

@@ -122,6 +122,7 @@ class BackgroundSaver:
         """Callback after each commit, and with True after a loss on a full drive; see :class:`RingFlusher`."""
         self.on_close: Callable[[BackgroundSaver], None] = lambda _closed: None
         """Callback after :meth:`close`."""
+        self.is_closed = False
         INTERRUPTS.hold(self)
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
@@ -353,6 +354,7 @@ class BackgroundSaver:
         self._fences = self._unfenced = None
         INTERRUPTS.release(self)
         self.on_close(self)
+        self.is_closed = True
 
     def _end_ring(self) -> None:
         if self._engine is not None and self._flusher is not None and self._ring is not None:

@@ -261,6 +261,7 @@ class ExitHandler:
 
     def arm(self, background: _Closable) -> None:
         """Drain at exit, and on SIGTERM if this is the main thread and the program has no handler."""
+        self.disarm()
         self._background = weakref.ref(background)
         self._pid = ExitHandler._armed_in = os.getpid()
         atexit.register(self.drain)

@@ -200,6 +200,23 @@ def test_cell_that_is_run_again_finishes_its_earlier_run(
     assert rings(tmp_path) == []
 
 
+def test_cell_whose_checkpointer_restores_again_takes_the_run_back(
+    store_path: Path, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """Test that closing the store waits for the last capture of a Checkpointer that another one had replaced."""
+    _, _, loop = linear_loop()
+    with _open(store_path) as store:
+        first, second = (Checkpointer(store, loop.state, capture=config, every=1) for _ in range(2))
+        for step, checkpointer in enumerate((first, second, first)):
+            checkpointer.restore()
+            loop.iterate(step)
+            checkpointer.step(step)
+    with _open(store_path) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]
+    assert rings(tmp_path) == []
+    first.close()
+
+
 def test_training_of_another_thread_is_not_finished(store_path: Path, config: CaptureConfig, tmp_path: Path) -> None:
     """Test that the memory stays as long as the thread may call ``step()``."""
     begun, ends = threading.Event(), threading.Event()

@@ -102,12 +102,10 @@ class BackgroundSaver:
         self._pid, self._thread = os.getpid(), threading.current_thread()
         self._place = os.path.realpath(tier.root), run
         self._captures: list[Capture] = []
-        self._ring: Ring | None = None
-        self._flusher: RingFlusher | None = None
         self._engine: CaptureEngine | None = None
-        self._fences: OptimizerFences | None = None
-        self._schedule: CaptureSchedule | None = None
         self._processes = 1 if session is None else session.local_size
+        store = cut_for_ring(tier.config, config.ring_bytes, Path(config.ring_folder), self._processes)
+        self._schedule = CaptureSchedule(config, store, newest_plan(tier, run), self._enter_window)
         self._modules: list[nn.Module] = []
         self._flattener, self._ownership = Flattener(), OptimizerOwnership()
         self._devices = Devices(config.staging_bytes)
@@ -123,6 +121,8 @@ class BackgroundSaver:
         self.on_close: Callable[[BackgroundSaver], None] = lambda _closed: None
         """Callback after :meth:`close`."""
         self.is_closed = False
+        # With a compiled optimizer step, the compiler must not trace the fence.
+        self._fences = OptimizerFences(torch.compiler.disable(self.fence))
         INTERRUPTS.hold(self)
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
@@ -137,40 +137,42 @@ class BackgroundSaver:
             # An interrupt during this wait must come before the ranks agree on a number.
             self._engine.fence()
         with contextlib.nullcontext(0) if self._two_phase is None else self._two_phase.beginning() as number:
-            capture, engine, schedule = self._prepared(state, request, generation, number)
+            capture, engine = self._prepared(state, request, generation, number)
         capture.began_s = began
-        if self._ring is not None and capture.transfers.devices:
-            self._ring.pin(capture.transfers.devices[0].link)
+        link = capture.transfers.devices[0].link if capture.transfers.devices else None
+        if link is not None:
+            engine.ring.pin(link)
         with INTERRUPTS:
             engine.begin(capture)
             # Only a begun capture becomes durable or lost.
             self.statistics.captures += 1
             self.statistics.captured_bytes += capture.state_bytes
             self._captures.append(capture)
-        schedule.began(capture.transfers.devices[0].link if capture.transfers.devices else None)
+        self._schedule.began(link)
         self._unfenced = capture
         ended = time.perf_counter()
         capture.stalled_s += ended - began
         self.statistics.step_s += ended - began
-        self.statistics.hooks_s = schedule.hooks_s
+        self.statistics.hooks_s = self._schedule.hooks_s
         report("step", began, ended, 0, capture.named)
         return capture
 
     def _prepared(
         self, state: object, request: SaveRequest, generation: int | None, number: int
-    ) -> tuple[Capture, CaptureEngine, CaptureSchedule]:
-        """Return a new capture of a state, the engine that copies it, and the schedule."""
+    ) -> tuple[Capture, CaptureEngine]:
+        """Return a new capture of a state, and the engine that copies it."""
         if self._two_phase is not None:
             request = dataclasses.replace(request, store_ranks=self._two_phase.store_ranks)
         flat = self._flattener.flatten(state)
-        # With a compiled optimizer step, the compiler must not trace the fence.
-        fences = self._fences or OptimizerFences(torch.compiler.disable(self.fence))
-        self._fences = fences
+        fences, schedule, two_phase = self._fences, self._schedule, self._two_phase
         fences.come_first()
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns
-        schedule, two_phase = self._watching(state), self._two_phase
+        modules = list(find(nn.Module, state))
+        if modules != self._modules:
+            schedule.watch(modules)
+            self._modules = modules
         owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
         changing = self.detector.changing
         deferred = tuple(
@@ -185,22 +187,7 @@ class BackgroundSaver:
             plan = schedule.plan(layout, save_round.plan)
             request, generation = dataclasses.replace(request, save_id=save_round.save_id), save_round.generation
         engine = self._started(plan)
-        return Capture(flat, plan, request, generation, self._devices, save_round=save_round), engine, schedule
-
-    def _watching(self, state: object) -> CaptureSchedule:
-        if self._schedule is None:
-            config, folder = self._config, Path(self._config.ring_folder)
-            self._schedule = CaptureSchedule(
-                config,
-                cut_for_ring(self._tier.config, config.ring_bytes, folder, self._processes),
-                newest_plan(self._tier, self._run),
-                self._enter_window,
-            )
-        modules = list(find(nn.Module, state))
-        if modules != self._modules:
-            self._schedule.watch(modules)
-            self._modules = modules
-        return self._schedule
+        return Capture(flat, plan, request, generation, self._devices, save_round=save_round), engine
 
     def _enter_window(self, number: int) -> None:
         # A forked child captures nothing, and its copies of locks may be held for ever.
@@ -212,7 +199,7 @@ class BackgroundSaver:
         """Return the engine, with a ring that is large enough for a plan."""
         needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
         folder, given = Path(self._config.ring_folder), self._config.ring_bytes
-        size = 0 if self._ring is None else self._ring.header.data_bytes
+        size = 0 if self._engine is None else self._engine.ring.header.data_bytes
         is_short = 0 < size < ROOM_FOR_CAPTURES * needed and given is None
         if is_short and default_bytes(folder, needed, size, self._processes) >= _REPLACE_FACTOR * size:
             # Optimizers have no state before the first step. The captures in the old ring become durable first.
@@ -227,11 +214,11 @@ class BackgroundSaver:
                 opened.callback(flusher.close)
                 self._engine = CaptureEngine(ring, flusher, self.detector)
                 opened.pop_all()
-            self._ring, self._flusher = ring, flusher
-        if self._ring is not None and self._ring.refused is not None and self._ring is not self._short:
-            self._short = self._ring
+        ring = self._engine.ring
+        if ring.refused is not None and ring is not self._short:
+            self._short = ring
             effect = "fewer checkpoints can be resumed from memory, and training waits for the drive more often"
-            warn_user(f"{self._ring.refused}; until then, {effect}", CaptureWarning)
+            warn_user(f"{ring.refused}; until then, {effect}", CaptureWarning)
         return self._engine
 
     def _make_ring(self, folder: Path, size: int, needed: int) -> Ring:
@@ -261,7 +248,7 @@ class BackgroundSaver:
     def fence(self) -> None:
         """Wait until the state was copied, so that it may change."""
         engine, schedule = self._engine, self._schedule
-        if engine is not None and schedule is not None and not self._is_forked():
+        if engine is not None and not self._is_forked():
             with self.held:
                 began, compared_s = time.perf_counter(), self.detector.compared_s
                 if not engine.fence():
@@ -304,65 +291,45 @@ class BackgroundSaver:
 
     def wait(self, target: WaitTarget) -> None:
         """Wait until each capture is durable or lost; with ``"memory"``, until each is complete in the ring."""
-        if self._engine is None or self._flusher is None or self._is_forked():
+        if self._engine is None or self._is_forked():
             return
         self._engine.settle()
         if self._captures:
             with timed("wait", 0, lambda: {"run": self._run, "target": target}):
                 for capture in self._captures:
                     capture.complete.wait()
-                    if target == "local" or not self._flusher.survives(capture):
+                    if target == "local" or not self._engine.flusher.survives(capture):
                         capture.durable.wait()
         # A capture whose outcome was reported is not in the list, but may still await its fence.
         self._engine.fence()
         self.detector.settle()
 
-    def newest_in_ring(
-        self, on_line: Callable[[CheckpointRef], bool]
-    ) -> tuple[CheckpointRef, Manifest, Callable[[Digest], memoryview]] | None:
-        """Return the newest durable capture in the ring that ``on_line`` accepts.
+    def in_ring(self) -> dict[CheckpointRef, tuple[Manifest, Callable[[Digest], memoryview]]]:
+        """Return the durable captures that are complete in the ring, newest first.
 
-        The result has the checkpoint, its manifest, and a function that returns the bytes of a partition.
+        Each has its manifest, and a function that returns the bytes of a partition.
         """
-        committed = () if self._flusher is None else self._flusher.committed()
-        found = next((capture for capture in committed if capture.ref is not None and on_line(capture.ref)), None)
-        ring = self._ring
-        if found is None or found.ref is None or ring is None:
-            return None
-        slots = dict(zip(found.digests, found.slots, strict=True))
-
-        def payload(name: Digest) -> memoryview:
-            slot = slots[name]
-            return memoryview(b"") if slot is None else ring.payload(slot)
-
-        return found.ref, found.manifest, payload
-
-    def in_ring(self) -> list[CheckpointRef]:
-        """Return the durable captures that are complete in the ring, newest first."""
-        committed = () if self._flusher is None else self._flusher.committed()
-        return [capture.ref for capture in committed if capture.ref is not None]
+        return {} if self._engine is None else self._engine.flusher.committed()
 
     def close(self) -> None:
         """Make everything durable and remove the ring, unless it holds captures that could not be stored."""
         if self._is_forked():
             return
-        if self._fences is not None:
-            self._fences.remove()
-        if self._schedule is not None:
-            self._schedule.stop()
+        self._fences.remove()
+        self._schedule.stop()
         self._end_ring()
-        self._fences = self._unfenced = None
+        self._unfenced = None
         INTERRUPTS.release(self)
         self.on_close(self)
         self.is_closed = True
 
     def _end_ring(self) -> None:
-        if self._engine is not None and self._flusher is not None and self._ring is not None:
+        if self._engine is not None:
             with timed("close", 0, lambda: {"run": self._run}):
                 self._engine.close()
-                keep = not self._flusher.close()
-                self._ring.close(keep=keep)
-            self._engine = self._flusher = self._ring = self._short = None
+                keep = not self._engine.flusher.close()
+                self._engine.ring.close(keep=keep)
+            self._engine = self._short = None
 
 
 def newest_plan(tier: NvmeTier, run: str) -> object:

@@ -40,7 +40,7 @@ class CaptureEngine:
 
     def __init__(self, ring: Ring, flusher: RingFlusher, detector: TearDetector) -> None:
         """Start the capture thread. ``flusher`` writes partitions from the ring; ``detector`` finds torn captures."""
-        self._ring, self._flusher, self._detector = ring, flusher, detector
+        self.ring, self.flusher, self._detector = ring, flusher, detector
         self._unchanged = DirtyCheck(ring)
         self._changed = threading.Condition()
         self._unreleased: deque[tuple[Capture, int]] = deque()
@@ -112,12 +112,12 @@ class CaptureEngine:
         transfers, release = capture.transfers, capture.plan.release
         with self._changed:
             others_wait = any(earlier.slots[number] is None for earlier, number in self._to_copy)
-        if not transfers.devices or others_wait or self._ring.header.data_bytes < 2 * capture.state_bytes:
+        if not transfers.devices or others_wait or self.ring.header.data_bytes < 2 * capture.state_bytes:
             return numbers
         early: set[int] = set()
         for number in numbers:
             if release[number] == 0 and transfers.is_on_device(number):
-                slot = self._ring.take(capture.partitions[number].length)
+                slot = self.ring.take(capture.partitions[number].length)
                 if slot is None:
                     # The capture thread waits for space.
                     break
@@ -195,7 +195,7 @@ class CaptureEngine:
             return False
         # Later captures must not take this space: if each in the ring lacked a partition, none could be completed.
         if capture.slots[number] is None:
-            capture.slots[number] = self._ring.take(capture.partitions[number].length)
+            capture.slots[number] = self.ring.take(capture.partitions[number].length)
         with self._changed:
             capture.uncopied -= 1
         return True
@@ -246,7 +246,7 @@ class CaptureEngine:
             capture.error = capture.error or self._detector.verdict(capture.source_digests, capture.request.step)
         except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
             capture.error = capture.error or error
-        self._flusher.finished(capture)
+        self.flusher.finished(capture)
         capture.forget_sources()
 
     def _settle_aside(self, capture: Capture) -> None:
@@ -254,14 +254,14 @@ class CaptureEngine:
         with self._settling:
             capture.asides.settle()
             while capture.aside_slots:
-                self._ring.give_back(capture.aside_slots.pop())
+                self.ring.give_back(capture.aside_slots.pop())
 
     def _to_be_completed(self, capture: Capture, number: int | None) -> None:
         with self._changed:
             self._to_complete.append((capture, number))
             self._check_copied(capture)
             self._changed.notify_all()
-        self._ring.wake()
+        self.ring.wake()
 
     def _copy_released(self, capture: Capture, number: int) -> None:
         try:
@@ -296,18 +296,18 @@ class CaptureEngine:
     def _payload(self, capture: Capture, number: int) -> memoryview:
         slot = capture.slots[number] or self._take(capture, capture.partitions[number].length)
         capture.slots[number] = slot
-        return self._ring.payload(slot)
+        return self.ring.payload(slot)
 
     def _room_aside(self, capture: Capture, length: int) -> memoryview:
-        slot = self._flusher.take(length)
+        slot = self.flusher.take(length)
         if slot is None:
             # Without these copies, early ones cannot leave the ring, so the wait for space might never end.
             return memoryview(bytearray(length))
         capture.aside_slots.append(slot)
-        return self._ring.payload(slot)
+        return self.ring.payload(slot)
 
     def _take(self, capture: Capture, length: int) -> RingSlot:
-        slot = self._ring.take(length)
+        slot = self.ring.take(length)
         if slot is not None:
             return slot
         with timed("room", length, capture.named):
@@ -320,9 +320,9 @@ class CaptureEngine:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
             self._settle_aside(capture)
-            if not (self._flusher.make_room() or self._flusher.let_stream(capture) or self._complete_one()):
-                self._ring.wait_for_room(_ROOM_POLL_S)
-            slot = self._ring.take(length)
+            if not (self.flusher.make_room() or self.flusher.let_stream(capture) or self._complete_one()):
+                self.ring.wait_for_room(_ROOM_POLL_S)
+            slot = self.ring.take(length)
             if slot is not None:
                 return slot
 
@@ -364,17 +364,17 @@ class CaptureEngine:
             return
         self._settle_aside(capture)
         if number in capture.reused:
-            self._flusher.stored(capture, number)
+            self.flusher.stored(capture, number)
             return
-        payload = self._ring.payload(slot)
+        payload = self.ring.payload(slot)
         if number in capture.source_digests:
             with timed("proof", slot.length, lambda: capture.named_partition(number)):
                 capture.source_digests.check(number, payload)
         with timed("digest", slot.length, lambda: capture.named_partition(number)):
             name = digest(payload)
-            self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
+            self.ring.complete(slot, FrameDescriptor.identity(name, slot.length))
         capture.digests[number] = name
-        self._flusher.stored(capture, number)
+        self.flusher.stored(capture, number)
 
     def _fail(self, capture: Capture, error: BaseException) -> None:
         with self._changed:

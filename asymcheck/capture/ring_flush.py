@@ -21,11 +21,11 @@ from asymcheck.events import emit, timed
 from asymcheck.executor import Workers
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.format.manifest import encode, manifest_of
+from asymcheck.format.manifest import Manifest, encode, manifest_of
 from asymcheck.format.registry import CODEC_DELTA
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.shm.ring_writer import Ring, RingSlot
-from asymcheck.types import Digest
+from asymcheck.types import CheckpointRef, Digest
 
 Placing = Callable[[Capture], LineagePosition]
 """Return the position of a capture on the line of training, once everything except its manifest is durable."""
@@ -376,10 +376,21 @@ class RingFlusher:
             if slot is not None:
                 self._ring.give_back(slot)
 
-    def committed(self) -> list[Capture]:
-        """Return the committed captures that are complete in the ring, newest first."""
+    def committed(self) -> dict[CheckpointRef, tuple[Manifest, Callable[[Digest], memoryview]]]:
+        """Return the committed captures that are complete in the ring, newest first: manifests and payloads."""
         with self._lock:
-            return [kept for kept in reversed(self._kept) if kept.ref is not None]
+            return {
+                kept.ref: (kept.manifest, self._reader(kept)) for kept in reversed(self._kept) if kept.ref is not None
+            }
+
+    def _reader(self, capture: Capture) -> Callable[[Digest], memoryview]:
+        slots = dict(zip(capture.digests, capture.slots, strict=True))
+
+        def payload(name: Digest) -> memoryview:
+            slot = slots[name]
+            return memoryview(b"") if slot is None else self._ring.payload(slot)
+
+        return payload
 
     def close(self) -> bool:
         """Commit all queued captures, and end the threads; return whether every complete capture is durable."""

@@ -405,7 +405,8 @@ class ResumeCoordinator:
         session = self.session()
         what = f"rollback of run {self._run!r}"
         number, _ = session.begin("rolls back", None, 1, lambda: None, what)
-        mine = [checkpoint_name(ref) for ref in (() if background is None else background.in_ring())]
+        captures = {} if background is None else background.in_ring()
+        mine = [*map(checkpoint_name, captures)]
 
         def decide(reports: list[Any]) -> str | None:
             everywhere = map(parse_checkpoint_name, set[str].intersection(*map(set, reports)))
@@ -414,19 +415,13 @@ class ResumeCoordinator:
             return None if newest is None else checkpoint_name(newest)
 
         ref = parse_checkpoint_name(session.agree_json((number, 1), mine, decide, what) or "")
-        if ref is None or background is None:
+        if ref is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
                 "the store"
             )
-
-        def read() -> Checkpoint:
-            capture = background.newest_in_ring(lambda candidate: candidate == ref)
-            if capture is None:
-                raise RanksError(f"{ref} is not in memory any more")
-            return _loaded_from_ring(*capture, into)
-
         self._overwritten = ()
+        read = partial(_loaded_from_ring, ref, *captures[ref], into)
         returned = self._try(session, (number, 2), ref, read, into, report, None)
         if returned is None:
             raise RankFailedError(f"{ref} could not be restored")
@@ -532,10 +527,11 @@ def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None
         DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
     line = read_line(store.resources.tier, run)
-    capture = None if background is None else background.newest_in_ring(line.__contains__)
-    if capture is None:
+    captures = {} if background is None else background.in_ring()
+    ref = next(filter(line.__contains__, captures), None)
+    if ref is None:
         raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
-    checkpoint = _loaded_from_ring(*capture, into)
+    checkpoint = _loaded_from_ring(ref, *captures[ref], into)
     with noting_overwritten(lambda: flatten(into).columns.names):
         return ResumePoint(checkpoint, store.training.begin_generation(checkpoint, run=run), ())
 

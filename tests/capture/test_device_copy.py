@@ -262,7 +262,7 @@ def test_asides_do_not_wait_for_space(tmp_path: Path, monkeypatch: pytest.Monkey
         if capture.request.step == 1:
             # The asides of the first capture have left the ring.
             assert is_begun.wait(30)
-            while self._ring.take(1) is not None:
+            while self.ring.take(1) is not None:
                 pass
             is_full.set()
             end.start()

@@ -85,9 +85,9 @@ with Store.open(sys.argv[1], config=StoreConfig(partition_bytes=8192, bundle_bel
     last = iterate(checkpointer)
     checkpointer.wait()
     background = checkpointer._background
-    kept = [moving.slots + [moving.manifest_slot] for moving in background._flusher._kept]
+    kept = [moving.slots + [moving.manifest_slot] for moving in background._engine.flusher._kept]
     held = {id(slot) for slots in kept for slot in slots}
-    nobodys = sum(slot.frame_bytes for slot in background._ring._taken if id(slot) not in held)
+    nobodys = sum(slot.frame_bytes for slot in background._engine.ring._taken if id(slot) not in held)
     checkpointer.close()
     loaded = store.restore()
     is_same = torch.equal(loaded.state["buffer"], buffer) and torch.equal(

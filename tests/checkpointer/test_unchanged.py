@@ -151,7 +151,6 @@ def test_shared_frame_is_not_written_again_before_the_commit(
             value.data.add_(1)
         background = checkpointer._background
         assert background is not None
-        assert background._schedule is not None
         assert background._schedule._plan is not None
         # Every tensor is copied and digested, except tensors of the optimizer.
         left[0] = sum(window < 0 for window in background._schedule._plan.release)
@@ -352,14 +351,14 @@ def test_a_comparison_that_fails_takes_no_room(
         checkpointer.wait()
         background = checkpointer._background
         assert background is not None
-        assert background._ring is not None
-        before = len(background._ring._taken)
+        assert background._engine is not None
+        before = len(background._engine.ring._taken)
         with monkeypatch.context() as patch:
             patch.setattr(dirty_check, "digest_pieces", lambda _pieces, _leaves: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 checkpointer.step(2)
         background.wait("local")
-        assert len(background._ring._taken) == before
+        assert len(background._engine.ring._taken) == before
     assert_stored(store, expected)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -386,6 +387,23 @@ def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None
         assert _has_open_catalog(store_path)
         other.save({"x": torch.arange(5001)}, step=3)
         assert [checkpoint.step for checkpoint in other.checkpoints()] == [1, 2, 3]
+    assert not _has_open_catalog(store_path)
+
+
+def test_two_stores_that_threads_use_first_at_the_same_time_share_a_catalog(store_path: Path) -> None:
+    """Test that no second environment of LMDB is opened, and that the last store closes the catalog."""
+    with Store.open(store_path, create=True) as one, Store.open(store_path) as other:
+        threads = [
+            threading.Thread(target=store.save, args=({"x": 1},), kwargs={"step": 1, "run": run})
+            for store, run in ((one, "a"), (other, "b"))
+        ]
+        with catalog_module._open_lock:
+            for thread in threads:
+                thread.start()
+            time.sleep(0.2)  # until both wait for the lock
+        for thread in threads:
+            thread.join()
+        assert other.resources.catalog() is one.resources.catalog()
     assert not _has_open_catalog(store_path)
 
 

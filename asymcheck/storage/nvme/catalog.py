@@ -645,14 +645,16 @@ def open_catalog(
 
     With ``rebuild``, drop an existing catalog first, unless this or another process has it open.
     """
-    key = _key(path)
-    if any(open_path == key[1] and pid != key[0] for pid, open_path, _ in _open_catalogs):
+    own_pid, own_path, _ = _key(path)
+    if any(open_path == own_path and pid != own_pid for pid, open_path, _ in tuple(_open_catalogs)):
         # Opening a second LMDB environment, or closing the inherited one, would drop the locks of the parent.
         raise ForkedStoreError(
             f"cannot write in a forked process: the parent process had opened the catalog {path}. "
             "Start this process by 'spawn', or fork before the first save"
         )
     with _open_lock:
+        # Another thread may have created the catalog in the meantime.
+        key = _key(path)
         catalog, users = _open_catalogs.get(key, (None, 0))
         if catalog is None:
             catalog = Catalog(files, path, store_id, config, populate, rebuild=rebuild)

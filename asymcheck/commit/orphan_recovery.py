@@ -7,6 +7,8 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,10 +126,10 @@ class _RingCapture(NamedTuple):
     def header(self) -> ManifestHeader:
         return self.manifest.header
 
-    def is_part_of_same(self, other: ManifestHeader) -> bool:
-        """Return whether this capture and ``other`` are parts of the same checkpoint."""
-        header = self.header
-        return (header.run, header.ref, header.world_size) == (other.run, other.ref, other.world_size)
+    @property
+    def checkpoint(self) -> tuple[CheckpointRef, str, int]:
+        """The same for all parts of one checkpoint."""
+        return self.header.ref, self.header.run, self.header.world_size
 
 
 @dataclasses.dataclass
@@ -182,12 +184,8 @@ class _Adoption:
     def commit_all(self, readers: Sequence[RingReader], agree: Agree | None) -> None:
         """Commit the complete captures of ``readers``, and remove the rings that are not kept."""
         captures = [capture for reader in readers for capture in self._captures_in(reader)]
-        captures.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
-        checkpoints: list[list[_RingCapture]] = []
-        while captures:
-            first = captures[0].header
-            checkpoints.append([capture for capture in captures if capture.is_part_of_same(first)])
-            captures = [capture for capture in captures if not capture.is_part_of_same(first)]
+        captures.sort(key=lambda capture: (capture.checkpoint, capture.header.rank))
+        checkpoints = [[*parts] for _, parts in groupby(captures, key=attrgetter("checkpoint"))]
         common = None
         if agree is not None:
             whole = {parts[0].header.ref.save_id for parts in checkpoints if not self._missing(parts)}

@@ -52,7 +52,6 @@ class Session:
         # Other ranks: the phase of the action in which to report, and whether an action may have been missed.
         self._first: int | None = None
         self._is_behind = False
-        self._reported: Round | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first = ranks.rank == 0
         self.local_size = min(ranks.local_size, len(ranks_in(met.groups[0])))
@@ -187,7 +186,9 @@ class Session:
             missing = json.loads(value)
             raise missing_error(missing["ranks"], what, missing["waited_s"])
         if tag == _EACH:
-            value = self._keys.take(f"{key}/to/{self.rank}")
+            own_key = f"{key}/to/{self.rank}"
+            (value,) = self._keys.get([own_key])
+            self._keys.drop([own_key])
         return value
 
     def report(self, at: Round, value: bytes, *, failed: bool = False) -> None:
@@ -195,7 +196,6 @@ class Session:
         tagged = (_FAILED if failed else _VALUE) + value
         if not self.is_first:
             self._keys.put(self._report_key(at, self.rank), tagged)
-            self._reported = at
         elif failed:
             self.post(at, b"rank 0: " + value, failed=True)
 
@@ -254,8 +254,7 @@ class Session:
         """Wait for the verdict of a round in which this rank has reported. Not for rank 0."""
         # Rank 0 may begin to wait later. Twice its time limit suffices for a verdict that names the missing rank.
         verdict = self.receive(at, what, patience=2)
-        if self._reported == at:
-            self._keys.drop([self._report_key(at, self.rank)])
+        self._keys.drop([self._report_key(at, self.rank)])
         return verdict
 
     def _gather(self, at: Round, value: bytes, what: str) -> list[bytes]:

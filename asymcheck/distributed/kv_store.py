@@ -95,12 +95,6 @@ class KeyReader:
                 return [*map(self._store.get, keys)]
             return [value for part in in_parts(keys) for value in self._multi_get(part)]
 
-    def take(self, key: str) -> bytes:
-        """Return the value of an existing key, and remove it."""
-        (value,) = self.get([key])
-        self.drop([key])
-        return value
-
     def drop(self, keys: Iterable[str]) -> None:
         """Remove keys, which need not exist."""
         with _translated("delete keys"):

@@ -38,8 +38,8 @@ class PackBuilder:
         self.unread: AsymcheckError | None = None
         """Last error of a pack that may be intact but could not be read; its partitions are treated as missing."""
         self._lock = threading.Lock()
-        self._current: PackWriter | None = None
         self._needed_bytes = 0
+        # Unsealed packs; partitions are written to the last one.
         self._writers: list[PackWriter] = []
         self._sealed: list[PackWriter] = []
         self._claimed: set[Digest] = set()
@@ -163,12 +163,11 @@ class PackBuilder:
             if self._is_abandoned:
                 # A pack started now would never be sealed or removed.
                 raise StorageError("cannot write a partition: its save was abandoned; save the step again")
-            if self._current is None or self._current.length + length > self._tier.config.pack_bytes:
+            if not self._writers or self._writers[-1].length + length > self._tier.config.pack_bytes:
                 room = min(self._needed_bytes, self._tier.config.pack_bytes)
-                self._current = self._tier.start_pack(room)
-                self._writers.append(self._current)
+                self._writers.append(self._tier.start_pack(room))
             self._needed_bytes -= length
-            return self._current
+            return self._writers[-1]
 
     def seal(self) -> None:
         """Complete and sync every pack of this save. The packs stay locked until :meth:`close`."""
@@ -182,7 +181,6 @@ class PackBuilder:
         except BaseException:
             self.abandon()
             raise
-        self._current = None
 
     def take_back(self, packs: Sequence[PackId]) -> list[Digest]:
         """Forget reused partitions in packs that garbage collection has freed; return the digests to write again."""
@@ -220,4 +218,3 @@ class PackBuilder:
                 # The caller reports the first failure. Garbage collection removes the pack later.
                 continue
         self._writers.clear()
-        self._current = None

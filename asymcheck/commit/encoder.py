@@ -181,7 +181,7 @@ class Encoder:
 
     def _sample(self, plain: memoryview, contents: Contents, base: Base | None) -> EncodingSample:
         """Return the measurement of a codec for such partitions. The first time, and then regularly, take a sample."""
-        key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
+        key = _key(contents, base)
         with self._lock:
             due = self._since.get(key, 0) % _AGAIN == 0
             self._since[key] = self._since.get(key, 0) + 1
@@ -199,13 +199,6 @@ class Encoder:
             self._sampled[key] = sampled
         return sampled
 
-    def _note(self, contents: Contents, base: Base | None, measured: EncodingSample) -> None:
-        """Record the measurement of a whole partition."""
-        if not _is_no_original(base, measured.ratio):
-            key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
-            with self._lock:
-                self._sampled[key] = measured
-
     def encode(
         self, name: Digest, choice: Choice, plain: memoryview, contents: Contents, bases: Sequence[Base]
     ) -> Encoded | None:
@@ -216,7 +209,9 @@ class Encoder:
             with timed("encode", len(plain), lambda: detail):
                 base = next((base for base in bases if base.codec == choice.codec), None)
                 encoded, measured = _measured(name, plain, contents.segments, base)
-                self._note(contents, base, measured)
+                if not _is_no_original(base, measured.ratio):
+                    with self._lock:
+                        self._sampled[_key(contents, base)] = measured
                 if encoded is None and self._mode == "smallest":
                     encoded = _encode(name, plain, contents.segments, None)
             if encoded is not None and encoded.descriptor.stored_length >= len(plain):
@@ -225,6 +220,10 @@ class Encoder:
             codec = CODECS[CODEC_IDENTITY if encoded is None else encoded.descriptor.codec]
             self._reasons.setdefault(contents.role, {})[codec] = choice.why
         return encoded
+
+
+def _key(contents: Contents, base: Base | None) -> tuple[str, Segment, int]:
+    return (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
 
 
 def _is_no_original(base: Base | None, ratio: float) -> bool:

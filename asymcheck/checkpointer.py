@@ -234,8 +234,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             AbandonedCheckpointsWarning: the run has no checkpoint in the store, but at the location of ``push``.
         """
         self._check_open()
+        which = None if step is None else check_which(step)
         with self._noting_partial_restore():
-            which = None if step is None else check_which(step)
             return self._restore(which, strict=check_flag("strict", strict))
 
     @contextlib.contextmanager
@@ -528,7 +528,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._coordinator is not None and capture.generation is not None:
             # Rank 0 has opened it.
             self._generation = capture.generation
-        self._reporting.latest_step = step
+        self._reporting.latest_step = request.step
         return capture
 
     def _started(self) -> BackgroundSaver:

@@ -157,6 +157,18 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("step", ["5", 1.5, -1, True])
+def test_invalid_step_is_refused_before_a_rank_waits(tmp_path: Path, step: object) -> None:
+    """Test a restore on several ranks: the error names the argument, as that of a single process does."""
+    ranks = Ranks(0, 2, dist.HashStore(), timeout_s=0.1)
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Checkpointer(store, {"w": torch.zeros(8)}, ranks=ranks) as checkpointer,
+        pytest.raises(InvalidInputError, match="give an integer"),
+    ):
+        checkpointer.restore(step)  # type: ignore[arg-type]  # as a program without type checks
+
+
 @pytest.mark.parametrize("action", ["restore", "rollback"])
 def test_state_is_not_saved_if_another_rank_was_interrupted(tmp_path: Path, action: str) -> None:
     """Test an error of rank 1 that is no error of the store: no rank may save a mixture."""

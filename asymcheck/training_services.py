@@ -235,26 +235,17 @@ class TrainingServices:
         """
         from asymcheck.commit.orphan_recovery import adopting
 
-        tier = self.opened.writable()
+        opened, folder = self.opened, ring_folder_of(ring_folder)
+        tier = opened.writable()
 
         def placing(header: ManifestHeader) -> LineagePosition:
             before = header.ref.save_id if header.world_size > 1 else None
             return place(tier, header.run, header.ref.generation, before)
 
+        adoption = adopting(tier, opened.catalog, opened.encoder, folder, placing, run, agree, raises=raises)
         with contextlib.ExitStack() as held:
             with timed("adopt"):
-                adopted, packs = held.enter_context(
-                    adopting(
-                        tier,
-                        self.opened.catalog,
-                        self.opened.encoder,
-                        ring_folder_of(ring_folder),
-                        placing,
-                        run,
-                        agree,
-                        raises=raises,
-                    )
-                )
+                adopted, packs = held.enter_context(adoption)
             self.opened.in_memory = packs
             # The list is cleared before the memory is released.
             held.callback(self.opened.in_memory.clear)

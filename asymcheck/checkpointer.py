@@ -176,12 +176,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         )
         is_publisher = self._coordinator is None or self._coordinator.is_first
         self._publisher = BackgroundPublisher(store, publish, publishes=is_publisher, raises=self._reporting.raises)
-        # Last, because it starts to push the checkpoints that an earlier training left in the store.
         prunes = found is None or found.rank == 0
         self._pusher = store.training.push_in_background(push, run=run, poll_s=_POLL_S, prunes=prunes)
-        if found is None:
-            # With several ranks, the rendezvous decides which ranks push.
-            self._pusher.start()
         fixed = every if isinstance(every, int) else None
         self._push_mismatch = None if push is None or not prunes else mismatch(push, fixed)
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
@@ -189,6 +185,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._preemption is not None:
             # A Checkpointer that is dropped without close() must not keep signals from the program.
             weakref.finalize(self, self._preemption.close)
+        if found is None:
+            # With several ranks, the rendezvous decides which ranks push. This is last, because no close() follows a
+            # refused argument, and the push of the checkpoints that an earlier training left begins at once.
+            self._pusher.start()
 
     def __repr__(self) -> str:
         """Return run, latest step, interval and store."""

@@ -475,3 +475,22 @@ def test_end_without_time_leaves_no_process(store: Path, folder: str) -> None:
         with pytest.warns(UnreachableRemoteWarning):
             pushing.close_before_kill(0.0)
         assert pushing._process is None
+
+
+def test_refused_checkpointer_pushes_nothing(tmp_path: Path) -> None:
+    """Test an argument that is refused last, because only the main thread receives signals."""
+    refused = list[str]()
+    with Store.open(tmp_path / "store", create=True) as store:
+
+        def create() -> None:
+            try:
+                Checkpointer(store, {"w": 1}, push=Push(f"file://{tmp_path / 'far'}"), save_on_signal=True)
+            except InvalidInputError as error:
+                refused.append(str(error))
+
+        before = threading.active_count()
+        thread = threading.Thread(target=create)
+        thread.start()
+        thread.join()
+        assert "only the main thread" in refused[0]
+        assert threading.active_count() == before

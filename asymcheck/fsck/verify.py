@@ -337,8 +337,11 @@ class _Checker:
             if not self.deep:
                 self._record_intact(pack, range(len(pack.entries)))
         if self.bases:
-            self._add_bases()
-            self._find_undecodable(indexes.values())
+            full = set[Digest]()
+            for entries in indexes.values():
+                full.update(self.bases.keys() & digests_of(entries[entries["kind"] == KIND_FULL]))
+            self._add_bases(full)
+            self._find_undecodable(indexes.values(), full)
         sizes = {pack_id: self._bytes_to_check(pack_id, entries) for pack_id, entries in indexes.items()}
         if not self.deep:
             return
@@ -361,12 +364,11 @@ class _Checker:
         owner = self.owners.get(name, -1)
         return self.shard.count == 1 or (self.shard.has(name) if owner < 0 else owner == self.shard.index)
 
-    def _find_undecodable(self, indexes: Iterable[Entries]) -> None:
+    def _find_undecodable(self, indexes: Iterable[Entries], full: set[Digest]) -> None:
         """Find the partitions that cannot be decoded, because a base is in no pack."""
-        absent, full = set[Digest]().union(*self.bases.values()), set[Digest]()
+        absent = set[Digest]().union(*self.bases.values())
         for entries in indexes:
             absent.difference_update(digests_of(entries))
-            full.update(self.bases.keys() & digests_of(entries[entries["kind"] == KIND_FULL]))
         broken = absent
         while broken:
             based = {name for name, bases in self.bases.items() if bases <= absent | self.undecodable}
@@ -411,9 +413,11 @@ class _Checker:
                 self.wrong_length.add(name)
             self.disputed.pop((name, length), None)
 
-    def _add_bases(self) -> None:
+    def _add_bases(self, full: set[Digest]) -> None:
+        """Add the bases of needed partitions. A partition that is also stored in full needs no base."""
         self.named = set(self.needs)
-        new = self.needs.keys() & self.bases.keys()
+        based = self.bases.keys() - full
+        new = self.needs.keys() & based
         while new:
             changed: set[Digest] = set()
             for name, base in ((user, base) for user in new for base in self.bases[user]):
@@ -422,7 +426,7 @@ class _Checker:
                 if not need.checkpoints <= base_need.checkpoints:
                     base_need.checkpoints |= need.checkpoints
                     changed.add(base)
-            new = changed & self.bases.keys()
+            new = changed & based
 
     def _bytes_to_check(self, pack_id: PackId, entries: Entries) -> int:
         """Return the bytes of the frames to check. Note the index for :meth:`content` if any shard checks a frame."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
+from asymcheck.errors import InconsistentCheckpointError
 from asymcheck.format import registry
 from asymcheck.fsck.verify import Severity
 from asymcheck.storage.nvme import NvmeTier
@@ -79,6 +80,24 @@ def test_a_repair_says_of_a_damaged_pack_that_bases_are_lost(store_path: Path, w
         assert "lost-partitions" in left
     assert (store_path / "packs" / name).exists()
     assert len(weights) == 60_000
+
+
+def test_a_damaged_base_is_no_loss_once_its_partition_is_stored_again_in_full(
+    store_path: Path, weights: torch.Tensor
+) -> None:
+    """Test that a check reports no checkpoint as lost after a save of the same bytes."""
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    (base,) = bases_in(entries_of(tier, bytes.fromhex(Path(pack_of_the_delta(store_path)).stem))).values()
+    for pack in tier.pack_ids():
+        entries = entries_of(tier, pack)
+        for number in [number for number, name in enumerate(digests_of(entries)) if name == base]:
+            _spoil(tier.pack_path(pack), int(entries["offset"][number]) + 2 * registry.BLOCK_BYTES)
+    with Store.open(store_path, config=CONFIG) as store:
+        with pytest.raises(InconsistentCheckpointError):
+            store.load(step=2)
+        store.save({"weights": weights}, step=3)
+        assert torch.equal(store.load(step=2)["weights"], weights)
+        assert {one.severity for one in store.verify()} == {Severity.WARNING}
 
 
 def test_a_store_is_verified_in_the_end_though_packs_come_all_the_time(

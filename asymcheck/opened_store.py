@@ -68,17 +68,18 @@ class OpenedStore:
         return self.nvme.open_catalog(partial(rebuild, self.nvme))
 
     def with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, fresh: bool = False) -> _T:
-        """Call ``use`` with the catalog. If the catalog is damaged, reopen and rebuild it, and call ``use`` again."""
+        """Call ``use`` with the catalog. If the catalog is damaged, rebuild it, and call ``use`` again."""
         tier, made = self.writable(), list[Rebuilt]()
 
         def populate(transaction: Transaction) -> None:
             made[:] = [rebuild(tier, transaction)]
 
+        catalog = tier.open_catalog(populate, rebuild=fresh)
         try:
-            return use(tier.open_catalog(populate, rebuild=fresh), made[0] if made else None)
+            return use(catalog, made[0] if made else None)
         except CatalogError:
-            tier.leave_catalog()
-            return use(tier.open_catalog(populate, rebuild=fresh), made[0] if made else None)
+            catalog.renew(populate)
+            return use(catalog, made[0] if made else None)
 
     @contextlib.contextmanager
     def source(self) -> Iterator[ReadTier]:

@@ -65,6 +65,11 @@ def let_go(pin: bytes) -> None:
     _held.discard(pin)
 
 
+def holds_pins() -> bool:
+    """Tell whether a save of this process is in progress, in any store."""
+    return bool(_held)
+
+
 def is_let_go(pin: bytes, owner: Owner) -> bool:
     """Tell whether a pin belongs to an ended save of this process. A save that ran out of space may leave its pin."""
     return owner == this_process() and pin not in _held

@@ -122,8 +122,8 @@ def recorded_catalog(log: list[Entry]) -> Iterator[None]:
             yield transaction
         keep(self)
 
-    def recording_open(self: Catalog, store_id: bytes, populate: Populate) -> None:
-        begin(self, store_id, populate)
+    def recording_open(self: Catalog, populate: Populate) -> None:
+        begin(self, populate)
         keep(self)
 
     def recording_close(self: Catalog) -> None:

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from asymcheck import Checkpointer
 from asymcheck.errors import CatalogError
+from asymcheck.storage import process_identity
+from asymcheck.storage.process_identity import hold, let_go
 from asymcheck.store import Store
 from tests.damage.catalog_child import CONFIG, check, saved_and_kept, state, use
 from tests.damage.flips import flip
@@ -244,6 +247,28 @@ def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
         assert same(store.load(), state(1, TENSORS))
         with catalog.read() as transaction:
             assert transaction.manifests() == before
+
+
+def test_a_training_goes_on_after_a_repair_of_its_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a damaged pin, which only a collection reads. A save in progress, which may have a pin, is not disturbed."""
+    # Other tests of this process pretend that a save was killed.
+    monkeypatch.setattr(process_identity, "_held", set())
+    trained = state(1, TENSORS)
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        checkpointer = Checkpointer(store, trained, every=1, keep=None)
+        checkpointer.step(1)
+        checkpointer.wait()
+        with store.resources.catalog().write() as transaction:
+            transaction._txn.put(b"x" * 20, b"damaged", db=transaction._db["pins"])
+        hold(b"pin")
+        with pytest.raises(CatalogError, match="during a save of this process"):
+            store.repair()
+        let_go(b"pin")
+        assert [one.kind for one in store.repair().done] == ["catalog"]
+        trained["added"] = state(2, TENSORS)
+        checkpointer.step(2)
+        checkpointer.wait()
+        assert same(store.load(2), trained)
 
 
 def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_the_catalog_names_the_base(chain: Path) -> None:
         found = transaction.location(digest(plain_of(2)))
     assert found is not None
     assert (found.kind, found.codec, found.base_digest) == (1, 3, digest(plain_of(1)))
-    tier.leave_catalog()
+    tier.close()
 
 
 @pytest.mark.slow

@@ -311,6 +311,7 @@ class Catalog:
         With ``rebuild``, rebuild the catalog unless another living process uses it.
         """
         self.path = path
+        self._store_id = store_id
         self._config = config
         self._thread_lock = threading.Lock()
         self._env: lmdb.Environment | None = None
@@ -335,24 +336,40 @@ class Catalog:
                 self._drop_unless_trusted(rebuild=rebuild)
                 self._marks.put()
                 try:
-                    self._open(store_id, populate)
+                    self._open(populate)
                 except CatalogError:
                     if not os.path.lexists(self._damage_note):
                         raise
                     self._drop_unless_trusted()
-                    self._open(store_id, populate)
+                    self._open(populate)
             stack.pop_all()
 
-    def _open(self, store_id: bytes, populate: Populate) -> None:
+    def _open(self, populate: Populate) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_environment)
             with self._transaction(write=True) as transaction:
-                if transaction.store_id() != store_id:
+                if transaction.store_id() != self._store_id:
                     transaction.clear()
                     populate(transaction)
-                    transaction.put_store_id(store_id)
+                    transaction.put_store_id(self._store_id)
                     emit("catalog.rebuilt", str(self.path))
             stack.pop_all()
+
+    def renew(self, populate: Populate) -> None:
+        """Open the environment again, for all users in this process. Rebuild the catalog if damage was recorded.
+
+        Raises:
+            CatalogError: the catalog is in use by another process, or by a save of this process.
+        """
+        with self._writer_lock(), self._idle:
+            is_idle = self._idle.wait_for(lambda: not self._running, self._config.lock_timeout_s)
+            if not is_idle or process_identity.holds_pins():
+                raise CatalogError(
+                    f"catalog {self.path} cannot be rebuilt during a save of this process; try again after the save"
+                )
+            self._close_environment()
+            self._drop_unless_trusted()
+            self._open(populate)
 
     def _open_environment(self) -> lmdb.Environment:
         _check_files(self._files, self.path)

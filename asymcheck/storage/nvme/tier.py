@@ -244,13 +244,6 @@ class NvmeTier(StoreTier):
                     self._catalog = open_catalog(self.files, path, store_id, self.config, populate, rebuild=rebuild)
             return self._catalog
 
-    def leave_catalog(self) -> None:
-        """Close the catalog. The next use opens it again, and rebuilds it if damage was recorded."""
-        with self._catalog_lock:
-            if self._catalog is not None:
-                release_catalog(self._catalog)
-                self._catalog = None
-
     def is_dead(self, owner: Owner) -> bool:
         """Tell whether a process that had opened the catalog is dead or has closed the catalog."""
         return CatalogUsers(self.files, self.root / layout.CATALOG / "open").is_dead(owner)
@@ -438,7 +431,9 @@ class NvmeTier(StoreTier):
         """Close the catalog. Closing twice is allowed."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
-            self.leave_catalog()
+            with self._catalog_lock:
+                if self._catalog is not None:
+                    release_catalog(self._catalog)
 
 
 @contextlib.contextmanager

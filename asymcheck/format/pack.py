@@ -97,7 +97,7 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
         raise LimitError(f"{where}: an index of {index_length} bytes exceeds {registry.PACK_INDEX_BYTES_MAX}")
     writer_name = writer.rstrip(b"\0")
     if not writer_name.isascii() or b"\0" in writer_name:
-        raise StructureError(f"{where}: the writer's writer_name is not ASCII, padded with zero")
+        raise StructureError(f"{where}: the name of the writer is not ASCII, padded with zero")
     header = PackHeader(PackId(pack_id), count, index_offset, created_ns, writer_name.decode("ascii"))
     is_consistent = header.index_length == index_length and header.pack_length == pack_length
     if count < 1 or index_offset % registry.BLOCK_BYTES or not is_consistent:

@@ -169,6 +169,22 @@ def test_a_catalog_that_is_no_database_is_replaced_at_once(zygote: Zygote, tmp_p
 
 
 @pytest.mark.slow
+def test_a_damaged_number_of_pages_is_no_dead_end(tmp_path: Path) -> None:
+    """Test that the error about memory names the command that replaces the catalog."""
+    path = tmp_path / "store"
+    with Store.open(path, config=CONFIG, create=True) as store:
+        store.save(state(1, TENSORS), step=1)
+    with (path / "catalog" / "data.mdb").open("r+b") as file:
+        for meta in range(2):
+            file.seek(meta * PAGE + 136)
+            file.write((1 << 50).to_bytes(8, "little"))
+    with Store.open(path, config=CONFIG) as store:
+        with pytest.raises(CatalogError, match="run asymcheck rebuild-catalog"):
+            store.save(state(2, TENSORS), step=2)
+        store.resources.rebuild_catalog()
+        store.save(state(2, TENSORS), step=2)
+
+
 def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path: Path) -> None:
     """Test an error of LMDB in the middle of a save: nothing is lost, and a clean close does not hide it."""
     template = tmp_path / "store"

@@ -532,7 +532,8 @@ class Catalog:
             if isinstance(error, lmdb.MemoryError):
                 raise CatalogError(
                     f"catalog {self.path}: {error}; its map needs {self._config.catalog_map_bytes:,} bytes of address "
-                    "space: raise the limit (ulimit -v), or give StoreConfig(catalog_map_bytes=…)"
+                    "space: raise the limit (ulimit -v), or give StoreConfig(catalog_map_bytes=…). Without a limit, "
+                    "the catalog is damaged: run asymcheck rebuild-catalog"
                 ) from error
             if isinstance(error, _NO_DAMAGE):
                 raise CatalogError(f"catalog {self.path}: {error}") from error

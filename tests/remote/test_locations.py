@@ -71,7 +71,7 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
 
 
 @pytest.mark.slow(quick=["a b+c"])
-@pytest.mark.parametrize("name", ["a%41b", "what?", "a#b", "a b+c", "ü", "%2F", "a\tb", "*[x]"])
+@pytest.mark.parametrize("name", ["a%41b", "what?", "a#b", "a b+c", "ü", "%2F", "a\tb", "*[x]", "\udcff"])
 def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: str) -> None:
     """Test that special characters are escaped in the URI and in messages."""
     location = (tmp_path / name / "remote").as_uri()
@@ -96,6 +96,7 @@ def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: s
         ("file:///q?", "no options; write %3F"),
         ("file:///a\nb", "a control character"),
         ("file:///a%00b", "a zero byte"),
+        ("hdfs://[host:8020/q", "correct its host"),
         ("hdfs://host:8020/q?bogus", "give options as "),
         ("hdfs://host:8020/q?dfs.replication=1&dfs.replication=2", "an option is given twice"),
         ("hdfs://host:8020/q?dfs.replication=", "dfs.replication '': give an integer from 1"),

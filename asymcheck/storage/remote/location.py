@@ -19,6 +19,8 @@ FSSPEC = "fsspec+"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _UNQUOTED = "/:@=+,~"
 """Characters, besides letters and digits, that are not percent-encoded in the path of a URI."""
+_ANY_BYTES = "surrogateescape"
+"""Names of files need not be UTF-8. Python represents them in this form."""
 _SECRET = re.compile(r"secret|token|key|passw|passphrase|credential|(^|_)sas|^sig$", re.IGNORECASE)
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -50,11 +52,11 @@ class RemoteLocation:
 
     def __str__(self) -> str:
         """Return the URI without its options."""
-        return f"{self.scheme}://{self.authority}{quote(self.path, _UNQUOTED)}"
+        return f"{self.scheme}://{self.authority}{quote(self.path, _UNQUOTED, errors=_ANY_BYTES)}"
 
     def below(self, path: PurePath) -> str:
         """Return the URI of a file below the location."""
-        return f"{self}/{quote(str(path), _UNQUOTED)}" if path.parts else str(self)
+        return f"{self}/{quote(str(path), _UNQUOTED, errors=_ANY_BYTES)}" if path.parts else str(self)
 
 
 def refuse_credentials(uri: str, options: Iterable[str] = ()) -> None:
@@ -62,7 +64,10 @@ def refuse_credentials(uri: str, options: Iterable[str] = ()) -> None:
 
     The message does not repeat them.
     """
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise InvalidInputError(f"a location is not a URI: {error}; correct its host and port") from error
     scheme = parts.scheme.lower()
     is_fsspec = scheme.startswith(FSSPEC)
     if scheme not in OBJECT_SCHEMES and not is_fsspec:
@@ -100,7 +105,7 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
     if _CONTROL_CHARACTERS.search(text):
         raise InvalidInputError(f"location {text!r:.100}: a control character is not allowed; remove it")
     parts = urlsplit(text)
-    scheme, path = parts.scheme.lower(), "/" + unquote(parts.path).strip("/")
+    scheme, path = parts.scheme.lower(), "/" + unquote(parts.path, errors=_ANY_BYTES).strip("/")
     if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss") and not scheme.startswith(FSSPEC):
         raise unknown_scheme(text, scheme)
     if path == "/" or "//" in path or ".." in path.split("/"):

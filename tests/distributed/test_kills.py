@@ -164,7 +164,7 @@ def check_damaged_rank(where: Path, number: int) -> None:
         newest = ring.manifest(max(ring.captures, key=lambda entry: entry.save_id))
         lengths = newest.partitions()
         # A replica in the other ring would replace a damaged frame.
-        frames = [(offset, name) for name in lengths.keys() - other.offsets() for offset in ring.offsets()[name]]
+        frames = [(offset, name) for name in lengths.keys() - other.offsets for offset in ring.offsets[name]]
     for offset, name in frames:
         flip(rings[number], offset + payload_offset(lengths[name]))
     with Store.open(folder / "store", create=True) as store:
@@ -182,7 +182,7 @@ def check_damaged_replicas(where: Path) -> None:
         # The parts are committed in the order of ranks.
         damaged, intact = sorted((ring, other), key=lambda reader: reader.header.rank)
         lengths = damaged.manifest(max(damaged.captures, key=lambda entry: entry.save_id)).partitions()
-        frames = [(at, name) for name in lengths.keys() & intact.offsets() for at in damaged.offsets()[name]]
+        frames = [(at, name) for name in lengths.keys() & intact.offsets for at in damaged.offsets[name]]
         path = damaged.path
     assert frames
     for offset, name in frames:

@@ -37,7 +37,7 @@ def test_complete_frames_are_found(tmp_path: Path) -> None:
         assert reader.header == HEADER
         assert payloads(reader) == {first.offset: b"a" * 300, manifest.offset: b"m" * 5000}
         assert reader.captures == [CaptureEntry(manifest.offset, SAVE, COMPLETE)]
-        assert reader.offsets() == {digest(b"a" * 300): [first.offset], digest(b"m" * 5000): [manifest.offset]}
+        assert reader.offsets == {digest(b"a" * 300): [first.offset], digest(b"m" * 5000): [manifest.offset]}
     ring.mark_durable(number)
     ring.close(keep=True)
     with RingReader(ring.path) as reader:

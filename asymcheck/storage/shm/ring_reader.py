@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from asymcheck.format.ring_records import (
 )
 from asymcheck.storage.interfaces import OpenPack
 from asymcheck.storage.local_files import DESCRIPTORS, Files, translated, try_lock, unlock
-from asymcheck.storage.pack_index import PackIndex
+from asymcheck.storage.pack_index import PackIndex, digests_of
 from asymcheck.storage.pages import map_file
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, PackId
@@ -68,8 +67,6 @@ class RingReader(contextlib.AbstractContextManager["RingReader"]):
             self._memory = memoryview(self._map)
             self.captures = [entry for number in range(CAPTURES_MAX) if (entry := self._entry(number)) is not None]
             """Complete and durable captures."""
-            self._offsets: dict[Digest, list[int]] | None = None
-            self._offsets_lock = threading.Lock()
         except BaseException:
             DESCRIPTORS.close(self._descriptor)
             raise
@@ -129,18 +126,17 @@ class RingReader(contextlib.AbstractContextManager["RingReader"]):
             raise DigestMismatchError(f"digest mismatch in {where}")
         return payload
 
+    @functools.cached_property
     def offsets(self) -> dict[Digest, list[int]]:
-        """Return the offsets of the frames of each digest, without checks of the payloads. Thread-safe."""
-        with self._offsets_lock:
-            if self._offsets is None:
-                self._offsets = {}
-                for name, offset in zip(self.entries["digest"], self.entries["offset"].tolist(), strict=True):
-                    self._offsets.setdefault(Digest(name.tobytes()), []).append(offset)
-            return self._offsets
+        """Offsets of the frames of each digest, without checks of the payloads."""
+        offsets: dict[Digest, list[int]] = {}
+        for name, offset in zip(digests_of(self.entries), self.entries["offset"].tolist(), strict=True):
+            offsets.setdefault(name, []).append(offset)
+        return offsets
 
     def intact(self, name: Digest, length: int) -> tuple[int, memoryview] | None:
         """Return offset and payload of the first intact frame of a partition; None if there is none."""
-        for offset in self.offsets().get(name, []):
+        for offset in self.offsets.get(name, []):
             with contextlib.suppress(FormatError):
                 payload = self.payload_at(offset, name)
                 if len(payload) == length:

@@ -132,7 +132,7 @@ class RemotePresence:
         self._needs = {(listing.run, listing.ref): self._needed(listing) for listing in manifests.each(listings)}
         # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
         # these manifests, and keep the pack.
-        lasting = list(self._remote.lasting_packs()) if self._needs else []
+        lasting = list(self._remote.list_packs().lasting) if self._needs else []
         prefixes = tuple({layout.pack_prefix(listing.first_rank) for listing in listings})
         self._lasting = sorted(lasting, key=lambda pack_id: not pack_id.startswith(prefixes))
         if not self._indexes.keys() <= set(self._lasting):

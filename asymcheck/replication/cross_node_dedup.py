@@ -90,7 +90,7 @@ def wait_for_others(
         count = len(missing)
         # Listed before the packs: a store commits its manifests after its packs.
         committed = {name.rank for name in remote.manifests.listing(listing.run, listing.ref).manifests}
-        new = [pack_id for pack_id in remote.lasting_packs() if pack_id not in seen]
+        new = [pack_id for pack_id in remote.list_packs().lasting if pack_id not in seen]
         seen.update(new)
         for index in remote.read_indexes(new).values():
             if index is not None and index.damage is None:

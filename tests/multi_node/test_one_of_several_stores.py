@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -198,9 +199,9 @@ class Busy:
         """Return no other part of this checkpoint."""
         return CheckpointFiles(run, ref, ())
 
-    def lasting_packs(self) -> list[int]:
+    def list_packs(self) -> SimpleNamespace:
         """Return one more pack each time."""
-        return [next(self._numbers)]
+        return SimpleNamespace(lasting=[next(self._numbers)])
 
     def read_indexes(self, _pack_ids: list[int]) -> dict[int, None]:
         """Return an index without useful partitions."""

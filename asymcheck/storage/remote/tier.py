@@ -211,10 +211,6 @@ class RemoteTier(StoreTier):
             self._loading = {pack_id: loading for pack_id, loading in self._loading.items() if not loading.done()}
         return PackListing(_only(lasting, prefixes), _only(doomed, prefixes), _only(announced, prefixes))
 
-    def lasting_packs(self) -> dict[PackId, Entry]:
-        """Return the files of all complete packs, newest first."""
-        return self.list_packs().lasting
-
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
         if self._listed is not None:
@@ -335,7 +331,7 @@ class RemoteTier(StoreTier):
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""
-        files = self.lasting_packs()
+        files = self.list_packs().lasting
         return len(files), sum(entry.size for entry in files.values()), 0, 0
 
     def temporaries(self) -> list[Entry]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from asymcheck.errors import StructureError
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import ManifestName, checkpoint_name
-from asymcheck.format.record import canonical_json, integer, is_canonical, parse_id, parse_json, string
+from asymcheck.format.record import canonical_json, integer, is_canonical, parse_id, parse_json, string, strings
 from asymcheck.types import CheckpointRef, Location, Owner, PackId, SaveId
 
 PARTITION = struct.Struct("<16sQQQ16sBBB5s8s")
@@ -90,10 +90,8 @@ def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
         fields = parse_json(body, "pin")
         if not isinstance(fields, dict) or not is_canonical(fields, body):
             return None
-        packs = fields.get("packs")
-        if not isinstance(packs, list):
-            return None
-        return owner_from_json(fields.get("owner"), "pin"), [PackId(parse_id(pack, "pin")) for pack in packs]
+        packs = [PackId(parse_id(pack, "pin")) for pack in strings(fields, "packs", "pin")]
+        return owner_from_json(fields.get("owner"), "pin"), packs
     except StructureError:
         return None
 

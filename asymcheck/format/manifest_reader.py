@@ -358,7 +358,7 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
     ):
         raise StructureError(f"{where}: an extent exceeds its partition")
     starts = list_offsets(batch.column("extents"))
-    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length, dtype=np.int64)])[starts - starts[0]]
+    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length, dtype=np.int64)])[starts]
     is_inline = is_valid(inline)
     has_digest = is_valid(batch.column("inline_digest"))
     expected = np.where(is_inline, 0, nbytes)

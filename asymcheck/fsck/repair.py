@@ -64,8 +64,6 @@ class Repaired:
 
 
 _RETRY = "run the repair again when no other process uses it"
-_INCOMPLETE = "wait if other ranks may still be saving it; otherwise "
-_SAVE_AGAIN = "save a state with the same bytes again, "
 _NAME_STEP = "restore a named step (step=…) or save (save:DIGITS); training continues from there"
 
 
@@ -150,8 +148,8 @@ class _Repairer:
             remedy, lost = _without(listing), (checkpoint,)
             self._checkpoints.append(listing)
             if not listing.is_complete:
-                problem = what_is_missing(listing)
-                self._left.append(Unrepaired("incomplete-checkpoint", where, problem, _INCOMPLETE + remedy, lost))
+                advice = f"wait if other ranks may still be saving it; otherwise {remedy}"
+                self._left.append(Unrepaired("incomplete-checkpoint", where, what_is_missing(listing), advice, lost))
             for name, manifest in each_manifest(self._tier, listing):
                 if isinstance(manifest, AsymcheckError):
                     path = f"{where}/{name}"
@@ -225,7 +223,7 @@ class _Repairer:
                 checkpoint, message = f"run {listing.run}, {listing.ref}", f"partition {lost[0]} is lost{unless}"
                 if len(lost) > 1:
                     message = f"{len(lost)} partitions are lost{unless}; the first is {lost[0]}"
-                remedy = _SAVE_AGAIN + _without(listing)
+                remedy = f"save a state with the same bytes again, {_without(listing)}"
                 self._left.append(Unrepaired("lost-partitions", checkpoint, message, remedy, (checkpoint,)))
 
 

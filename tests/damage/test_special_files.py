@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck.config import CATALOG_READERS_MAX
-from asymcheck.errors import AsymcheckError, StorageError
+from asymcheck.config import CATALOG_READERS_MAX, StoreConfig
+from asymcheck.errors import AsymcheckError, LockTimeoutError, StorageError
+from asymcheck.storage.nvme import pack_reader
 from asymcheck.store import Store
 from tests.damage.small_store import CONFIG, make_store, small_state
 from tests.damage.zygote import Zygote, limit_memory
@@ -97,3 +98,17 @@ def test_sparse_lock_file_does_not_fill_the_drive(tmp_path: Path) -> None:
         assert lock.stat().st_blocks == before
         lock.unlink()
         store.save(small_state(3), step=3)
+
+
+def test_a_mount_with_changing_inode_numbers_is_no_endless_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a read of a pack that seems to be another file whenever it is locked."""
+    make_store(tmp_path / "store")
+    monkeypatch.setattr(pack_reader, "is_same_file", lambda *_: False)
+    config = StoreConfig(read_lock_timeout_s=0.1)
+    with (
+        Store.open(tmp_path / "store", config=config, read_only=True) as store,
+        pytest.raises(LockTimeoutError, match=r"was locked .* for 0\.1 s"),
+    ):
+        store.load(1)

@@ -204,10 +204,9 @@ def _opened_and_locked(files: Files, path: Path, timeout_s: float) -> OpenFile:
     while True:
         file = _opened(files, path)
         try:
-            if try_lock(file.descriptor, exclusive=False):
-                if is_same_file(file.descriptor, path):
-                    return file
-            elif time.monotonic() > deadline:
+            if try_lock(file.descriptor, exclusive=False) and is_same_file(file.descriptor, path):
+                return file
+            if time.monotonic() > deadline:
                 raise LockTimeoutError(
                     f"pack {path.name} was locked by a writer or a collection for {timeout_s:g} s; try again later"
                 )

@@ -520,36 +520,36 @@ class Catalog:
         try:
             yield
         except lmdb.Error as error:
-            if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or self._is_full(str(error)):
-                raise OutOfSpaceError(
-                    f"catalog {self.path}: {error}; free space, or delete checkpoints and run gc"
-                ) from error
-            if "Read-only file system" in str(error):
-                raise ReadOnlyStoreError(
-                    f"catalog {self.path}: {error}; Linux does this after an error of the drive: check the drive, and "
-                    "mount it again"
-                ) from error
-            if isinstance(error, lmdb.MemoryError):
-                raise CatalogError(
-                    f"catalog {self.path}: {error}; its map needs {self._config.catalog_map_bytes:,} bytes of address "
-                    "space: raise the limit (ulimit -v), or give StoreConfig(catalog_map_bytes=…). Without a limit, "
-                    "the catalog is damaged: run asymcheck rebuild-catalog"
-                ) from error
-            if isinstance(error, _NO_DAMAGE):
-                raise CatalogError(f"catalog {self.path}: {error}") from error
-            if type(error) is lmdb.Error and "mdb_txn_commit" in str(error):
-                self._has_commit_failed = True
-                raise StorageError(
-                    f"catalog {self.path}: {error}; nothing was committed: check the drive, then try again. If the "
-                    "drive has no errors, the catalog may be damaged: the next start rebuilds it"
-                ) from error
-            self._note_damage()
-            raise CatalogError(
-                f"catalog {self.path}: {error}; stop all processes that use it: the next start rebuilds it"
-            ) from error
+            kind, advice = self._kind_of(error)
+            raise kind(f"catalog {self.path}: {error}{advice}") from error
         except CatalogError:
             self._note_damage()
             raise
+
+    def _kind_of(self, error: lmdb.Error) -> tuple[type[StorageError], str]:
+        """Return the class and the advice for an error of LMDB."""
+        text = str(error)
+        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or self._is_full(text):
+            return OutOfSpaceError, "; free space, or delete checkpoints and run gc"
+        if "Read-only file system" in text:
+            advice = "check the drive, and mount it again"
+            return ReadOnlyStoreError, f"; Linux does this after an error of the drive: {advice}"
+        if isinstance(error, lmdb.MemoryError):
+            return CatalogError, (
+                f"; its map needs {self._config.catalog_map_bytes:,} bytes of address space: raise the limit "
+                "(ulimit -v), or give StoreConfig(catalog_map_bytes=…). Without a limit, the catalog is damaged: run "
+                "asymcheck rebuild-catalog"
+            )
+        if isinstance(error, _NO_DAMAGE):
+            return CatalogError, ""
+        if type(error) is lmdb.Error and "mdb_txn_commit" in text:
+            self._has_commit_failed = True
+            return StorageError, (
+                "; nothing was committed: check the drive, then try again. If the drive has no errors, the catalog may "
+                "be damaged: the next start rebuilds it"
+            )
+        self._note_damage()
+        return CatalogError, "; stop all processes that use it: the next start rebuilds it"
 
     def _is_full(self, message: str) -> bool:
         # LMDB reports a partial write to a full disk as an input/output error.

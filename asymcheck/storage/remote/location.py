@@ -100,28 +100,24 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
             f"location {text!r:.100}: give a URI, such as hdfs://namenode:8020/checkpoints or file:///mnt/checkpoints"
         )
     refuse_credentials(text)
-    if "#" in text:
-        raise InvalidInputError(f"location {text!r:.100}: write %23 for the # in the path")
-    if _CONTROL_CHARACTERS.search(text):
-        raise InvalidInputError(f"location {text!r:.100}: a control character is not allowed; remove it")
     parts = urlsplit(text)
-    scheme, path = parts.scheme.lower(), "/" + unquote(parts.path, errors=_ANY_BYTES).strip("/")
+    host, scheme, path = parts.netloc, parts.scheme.lower(), "/" + unquote(parts.path, errors=_ANY_BYTES).strip("/")
     if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss") and not scheme.startswith(FSSPEC):
         raise unknown_scheme(text, scheme)
-    if path == "/" or "//" in path or ".." in path.split("/"):
-        raise InvalidInputError(f"location {text!r:.100}: name a directory below the root, without .. and //")
-    if "\0" in path:
-        raise InvalidInputError(f"location {text!r:.100}: a zero byte is not allowed in a path; remove it")
-    if scheme == "file" and "?" in text:
-        raise InvalidInputError(f"location {text!r:.100}: a file URI has no options; write %3F for a ? in the path")
-    if scheme == "file" and parts.netloc not in ("", "localhost"):
-        raise InvalidInputError(f"location {text!r:.100}: a file URI has three slashes, as in file:///mnt/checkpoints")
-    if scheme == "hdfs" and not parts.netloc:
-        raise InvalidInputError(f"location {text!r:.100}: name the NameNode, as in hdfs://namenode:8020{path}")
-    if scheme in OBJECT_SCHEMES and not parts.netloc:
-        raise InvalidInputError(f"location {text!r:.100}: name the bucket, as in {scheme}://bucket{path}")
-    authority = "" if scheme == "file" else parts.netloc
-    return RemoteLocation(scheme, authority, path, _options(text, parts.query))
+    is_file = scheme == "file"
+    for is_wrong, advice in (
+        ("#" in text, "write %23 for the # in the path"),
+        (_CONTROL_CHARACTERS.search(text), "a control character is not allowed; remove it"),
+        (path == "/" or "//" in path or ".." in path.split("/"), "name a directory below the root, without .. and //"),
+        ("\0" in path, "a zero byte is not allowed in a path; remove it"),
+        (is_file and "?" in text, "a file URI has no options; write %3F for a ? in the path"),
+        (is_file and host not in ("", "localhost"), "a file URI has three slashes, as in file:///mnt/checkpoints"),
+        (scheme == "hdfs" and not host, f"name the NameNode, as in hdfs://namenode:8020{path}"),
+        (scheme in OBJECT_SCHEMES and not host, f"name the bucket, as in {scheme}://bucket{path}"),
+    ):
+        if is_wrong:
+            raise InvalidInputError(f"location {text!r:.100}: {advice}")
+    return RemoteLocation(scheme, "" if is_file else host, path, _options(text, parts.query))
 
 
 def _options(text: str, query: str) -> dict[str, str]:

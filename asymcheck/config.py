@@ -44,7 +44,8 @@ _PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // _INDEX_ENTRY_BYTES * registry
 _T = TypeVar("_T")
 Limits = Mapping[str, tuple[float, float]]
 """Minimum and maximum of the numbers of a configuration. A field whose minimum is an integer takes only integers."""
-
+SECONDS = (0.0, threading.TIMEOUT_MAX)
+"""Limits of a time that a thread can wait [s]."""
 _STORE_LIMITS: Limits = {
     "partition_bytes": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
     "bundle_below_bytes": (0, registry.PARTITION_BYTES_MAX),
@@ -58,7 +59,7 @@ _STORE_LIMITS: Limits = {
     "repack_waste": (0.0, 1),
     "catalog_map_bytes": (MIB, 1 << 46),
     "catalog_readers": (1, CATALOG_READERS_MAX),
-    "lock_timeout_s": (0.0, math.inf),
+    "lock_timeout_s": SECONDS,
     "read_lock_timeout_s": (0.0, math.inf),
     "commit_attempts": (1, math.inf),
 }
@@ -70,14 +71,12 @@ _REMOTE_LIMITS: Limits = {
     "reads": (1, 256),
     "piece_bytes": (registry.BLOCK_BYTES, 1 << 30),
     "gap_bytes": (0, 1 << 30),
-    "deadline_s": (1e-3, 1e12),
+    "deadline_s": (1e-3, threading.TIMEOUT_MAX),
     "grace_s": (0.0, 1e12),
-    "retry_s": (0.0, 1e12),
+    "retry_s": SECONDS,
     "lease_s": (0.1, 86_400),
     "bytes_per_s": (1, math.inf),
 }
-SECONDS = (0.0, threading.TIMEOUT_MAX)
-"""Limits of a time that a thread can wait [s]."""
 _CAPTURE_LIMITS: Limits = {
     "ring_bytes": (1, 1 << 46),  # at most the size of a file that a process can map
     "staging_bytes": (0, 1 << 46),

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -392,20 +392,34 @@ def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None
     assert not _has_open_catalog(store_path)
 
 
-def test_two_stores_that_threads_use_first_at_the_same_time_share_a_catalog(store_path: Path) -> None:
-    """Test that no second environment of LMDB is opened, and that the last store closes the catalog."""
+def test_two_threads_open_a_new_catalog_once(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a thread that waits while another one creates the catalog: LMDB supports no second environment."""
+    begun, waits, lock = list[str](), threading.Event(), catalog_module._open_lock
+    created = catalog_module.Catalog
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is second:
+                waits.set()
+            lock.acquire()
+
+        def __exit__(self, *_error: object) -> None:
+            lock.release()
+
+    def create(*arguments: Any, **more: Any) -> catalog_module.Catalog:  # noqa: ANN401 - passed on
+        begun.append(threading.current_thread().name)
+        if len(begun) == 1:
+            second.start()
+            assert waits.wait(60)
+        return created(*arguments, **more)
+
+    monkeypatch.setattr(catalog_module, "_open_lock", Lock())
+    monkeypatch.setattr(catalog_module, "Catalog", create)
     with Store.open(store_path, create=True) as one, Store.open(store_path) as other:
-        threads = [
-            threading.Thread(target=store.save, args=({"x": 1},), kwargs={"step": 1, "run": run})
-            for store, run in ((one, "a"), (other, "b"))
-        ]
-        with catalog_module._open_lock:
-            for thread in threads:
-                thread.start()
-            time.sleep(0.2)  # until both wait for the lock
-        for thread in threads:
-            thread.join()
-        assert other.resources.catalog() is one.resources.catalog()
+        second = threading.Thread(target=other.save, args=({"x": 1},), kwargs={"step": 1, "run": "other"})
+        one.save({"x": 1}, step=1)
+        second.join()
+    assert len(begun) == 1
     assert not _has_open_catalog(store_path)
 
 

@@ -72,8 +72,8 @@ def _trainer(store: Path, run: str = "default") -> Iterator[_Trainer]:
         trainer.process.communicate()
 
 
-def _open(path: Path) -> Store:
-    return Store.open(path, create=True, config=StoreConfig(lock_timeout_s=0.1))
+def _open(path: Path, lock_timeout_s: float = 60.0) -> Store:
+    return Store.open(path, create=True, config=StoreConfig(lock_timeout_s=lock_timeout_s))
 
 
 def _state() -> dict[str, object]:
@@ -86,7 +86,7 @@ def test_run_of_a_living_process_is_refused(
     store_path: Path, first_call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Test that the wait is visible, that the error names the process and its last step, and that the first goes on."""
-    with _trainer(store_path) as trainer, _open(store_path) as store:
+    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
         checkpointer = Checkpointer(store, _state(), every=1)
         with pytest.raises(RunInUseError) as caught:
             checkpointer.restore() if first_call == "restore" else getattr(checkpointer, first_call)(99)
@@ -130,7 +130,7 @@ def test_takeover_ends_the_older_training(store_path: Path) -> None:
 
 def test_run_of_a_killed_process_is_free_at_once(store_path: Path) -> None:
     """Test a restart after SIGKILL, with no time to wait."""
-    with _trainer(store_path) as trainer, _open(store_path) as store:
+    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
         trainer.process.send_signal(signal.SIGKILL)
         trainer.process.wait()
         with Checkpointer(store, _state(), every=1) as checkpointer:
@@ -255,7 +255,7 @@ def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, m
 @pytest.mark.slow
 def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test containers of systemd and LXC: a lock that is held shows that its training lives."""
-    with _trainer(store_path) as trainer, _open(store_path) as store:
+    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
         monkeypatch.setattr(process_identity, "_boot_id", lambda: "another")
         with pytest.raises(RunInUseError):
             Checkpointer(store, _state(), every=1).restore()
@@ -267,7 +267,7 @@ def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, mon
 def test_damaged_lock_file_is_no_obstacle(store_path: Path, content: bytes) -> None:
     """Test that a lock file with any content is free if no process holds it, and held if one does."""
     path = store_path / layout.LOCKS / layout.lock_name("default")
-    with _trainer(store_path) as trainer, _open(store_path) as store:
+    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
         path.write_bytes(content)
         with pytest.raises(RunInUseError, match="another process"):
             Checkpointer(store, _state(), every=1).restore()

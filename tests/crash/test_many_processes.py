@@ -177,7 +177,7 @@ def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) 
     finally:
         holder.kill()
         holder.wait_killed()
-    with Store.open(store_path, config=config, create=True) as store:
+    with open_store(store_path) as store:
         store.save(make_state(0), step=0)
         (store_path / "held").unlink()
         check_steps(store, {0: 0})

@@ -194,8 +194,11 @@ def test_invisible_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str, Path]) -> None:
+def test_the_ring_of_another_run_is_not_waited_for(
+    tmp_path: Path, two: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Test that only a training of that run waits for its ring."""
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 200.0)
     began = time.monotonic()
     with _hold_lock(two["two"]):
         assert_restored(tmp_path, 2, run="one")

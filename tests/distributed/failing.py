@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import subprocess
 import sys
 import time
@@ -11,14 +10,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import torch
 
-from asymcheck import Store
 from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError
-from tests.distributed.launched import CONFIG, RANK, checkpointer, noted, opened, ranks_of
+from asymcheck.storage.nvme.run_lock import RunLock
+from tests.distributed.launched import RANK, checkpointer, noted, opened, ranks_of
 from tests.distributed.training import Training
 
 
@@ -114,8 +114,13 @@ def caught(folder: Path) -> dict[str, object]:
 def run_in_use(folder: Path) -> dict[str, object]:
     """Restore a run that another process trains, and lose a run to another process."""
     found: dict[str, object] = {}
-    config = dataclasses.replace(CONFIG, lock_timeout_s=0.1)
-    with Store.open(folder / "store", config=config, create=True) as store:
+    # Only the lock of the run is waited for briefly, because the ranks take turns with the lock of the catalog.
+    take = RunLock.take
+
+    def take_soon(lock: RunLock, _timeout_s: float, *, takeover: bool) -> None:
+        take(lock, 0.1, takeover=takeover)
+
+    with mock.patch.object(RunLock, "take", take_soon), opened(folder) as store:
         ranks = ranks_of(folder, 60)
         with checkpointer(folder, store, Training().state(), ranks=ranks) as ckpt:
             with other_trainer(folder) if RANK == 0 else contextlib.nullcontext():

@@ -21,6 +21,7 @@ from asymcheck.distributed.kv_store import missing_error
 from asymcheck.distributed.ranks import find_ranks
 from asymcheck.distributed.rendezvous import RankLocation
 from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
+from tests.zygote import wait_until
 
 _T = TypeVar("_T")
 
@@ -207,9 +208,12 @@ def test_failed_decision_of_rank_0_fails_on_all_ranks() -> None:
 @pytest.mark.slow
 def test_missing_ranks_are_named_on_all_others() -> None:
     """Test also ranks that began to wait before rank 0."""
-    sessions = sessions_of(dist.HashStore(), 4, timeout_s=2.0)
+    sessions = sessions_of(dist.HashStore(), 4)
+    set_timeout(sessions[:1], 0.2)
 
     def work(number: int) -> tuple[int, ...]:
+        if number == 0:
+            wait_until(lambda: sessions[2]._reported == (1, 1), "rank 2 to report")
         with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not respond") as caught:
             sessions[(0, 2)[number]].agree((1, 1), b"", joined, "save of step 7")
         return caught.value.missing
@@ -219,7 +223,7 @@ def test_missing_ranks_are_named_on_all_others() -> None:
 
 def test_a_rank_that_was_missing_is_waited_for_again() -> None:
     """Test a rank that was slow, and takes part again after the missed round."""
-    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.3)
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.05)
     with pytest.raises(RanksMissingError):
         sessions[0].agree((1, 1), b"", joined, "test")
     with pytest.raises(RanksMissingError):
@@ -307,7 +311,7 @@ def do(session: Session, step: int) -> str:
 @pytest.mark.slow
 def test_late_or_early_rank_takes_part_in_the_next_round() -> None:
     """Test that missed rounds raise named errors, and that nothing else is lost."""
-    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
+    sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.05)
     assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not respond")
     assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not respond")
     set_timeout(sessions, 60.0)
@@ -354,7 +358,7 @@ def test_rank_0_informs_all_when_it_gives_up() -> None:
 
 def test_rank_0_informs_all_when_it_cannot_decide() -> None:
     """Test ranks that wait for a decision; all take part in the next round."""
-    sessions = sessions_of(dist.HashStore(), 3, timeout_s=5.0)
+    sessions = sessions_of(dist.HashStore(), 3)
 
     def decide() -> object:
         message = "no answer"

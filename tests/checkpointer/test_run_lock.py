@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,52 +21,44 @@ from asymcheck.storage import process_identity
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import NvmeTier, run_lock
 from tests.checkpointer.loops import linear_loop, rings
-
-_TRAINER = """
-import sys, torch
-from asymcheck import Checkpointer, Store
-from asymcheck.errors import RunInUseError
-with Store.open(sys.argv[1], create=True) as store:
-    with Checkpointer(store, {"w": torch.zeros(8)}, run=sys.argv[2], every=1) as checkpointer:
-        checkpointer.restore()
-        for step, _ in enumerate(sys.stdin, 7):
-            try:
-                checkpointer.step(step)
-                checkpointer.wait()
-                print(step, flush=True)
-            except RunInUseError as error:
-                print("taken over" if error.taken_over else "refused", flush=True)
-"""
+from tests.checkpointer.step_trainer import train
+from tests.zygote import Zygote, wait_until
 
 
 class _Trainer:
     """Process that trains a run, one step at each call."""
 
-    def __init__(self, store: Path, run: str) -> None:
+    def __init__(self, zygote: Zygote, store: Path, run: str) -> None:
         """Start the process."""
-        command = [sys.executable, "-c", _TRAINER, str(store), run]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        pipes = [store.parent / f"{os.urandom(4).hex()}.pipe" for _ in range(2)]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        requests, answers = map(str, pipes)
+        self.process = zygote.start(train, store=str(store), run=run, requests=requests, answers=answers)
+        self._requests, self._answers = pipes[0].open("w", buffering=1), pipes[1].open()
 
     def step(self) -> str:
-        """Train one step, and return the output of the process."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
+        """Train one step, and return the answer of the process."""
+        self._requests.write("\n")
+        return self._answers.readline().strip()
+
+    def kill(self) -> None:
+        """Kill the process, and wait for its end."""
+        self.process.kill()
+        self.process.wait()
+        self._requests.close()
+        self._answers.close()
 
 
 @contextlib.contextmanager
-def _trainer(store: Path, run: str = "default") -> Iterator[_Trainer]:
+def _trainer(zygote: Zygote, store: Path, run: str = "default") -> Iterator[_Trainer]:
     """Yield a process that has trained one step of a run."""
-    trainer = _Trainer(store, run)
+    trainer = _Trainer(zygote, store, run)
     try:
         assert trainer.step() == "7"
         yield trainer
     finally:
-        trainer.process.kill()
-        trainer.process.communicate()
+        trainer.kill()
 
 
 def _open(path: Path, lock_timeout_s: float = 60.0) -> Store:
@@ -83,10 +72,10 @@ def _state() -> dict[str, object]:
 @pytest.mark.slow(quick=["restore"])
 @pytest.mark.parametrize("first_call", ["restore", "step", "save"])
 def test_run_of_a_living_process_is_refused(
-    store_path: Path, first_call: str, caplog: pytest.LogCaptureFixture
+    store_path: Path, zygote: Zygote, first_call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Test that the wait is visible, that the error names the process and its last step, and that the first goes on."""
-    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
+    with _trainer(zygote, store_path) as trainer, _open(store_path, 0.1) as store:
         checkpointer = Checkpointer(store, _state(), every=1)
         with pytest.raises(RunInUseError) as caught:
             checkpointer.restore() if first_call == "restore" else getattr(checkpointer, first_call)(99)
@@ -102,23 +91,21 @@ def test_run_of_a_living_process_is_refused(
 
 
 @pytest.mark.slow
-def test_wait_for_another_training_is_printed(store_path: Path) -> None:
+def test_wait_for_another_training_is_printed(store_path: Path, zygote: Zygote) -> None:
     """Test a program that sets up no logging: without a line on standard error, its start would look like a hang."""
-    with _trainer(store_path) as first:
-        second = _Trainer(store_path, "default")
+    with _trainer(zygote, store_path) as first:
+        second = _Trainer(zygote, store_path, "default")
         try:
-            assert second.process.stderr is not None
-            line = second.process.stderr.readline()
+            line = f"is in use by process {first.process.pid} "
+            wait_until(lambda: line in second.process.output.read_text(), "the line")
         finally:
-            second.process.kill()
-            second.process.communicate()
-        assert f"is in use by process {first.process.pid} " in line
+            second.kill()
 
 
 @pytest.mark.slow
-def test_takeover_ends_the_older_training(store_path: Path) -> None:
+def test_takeover_ends_the_older_training(store_path: Path, zygote: Zygote) -> None:
     """Test that the newer training continues from the last checkpoint, and that the older one gets an error."""
-    with _trainer(store_path) as trainer, _open(store_path) as store:
+    with _trainer(zygote, store_path) as trainer, _open(store_path) as store:
         with Checkpointer(store, _state(), every=1, takeover=True) as checkpointer:
             restored = checkpointer.restore()
             assert restored is not None
@@ -128,11 +115,11 @@ def test_takeover_ends_the_older_training(store_path: Path) -> None:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [7, 8]
 
 
-def test_run_of_a_killed_process_is_free_at_once(store_path: Path) -> None:
+def test_run_of_a_killed_process_is_free_at_once(store_path: Path, zygote: Zygote) -> None:
     """Test a restart after SIGKILL, with no time to wait."""
-    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
-        trainer.process.send_signal(signal.SIGKILL)
-        trainer.process.wait()
+    with _trainer(zygote, store_path) as trainer, _open(store_path, 0.1) as store:
+        trainer.process.kill()
+        trainer.process.wait_killed()
         with Checkpointer(store, _state(), every=1) as checkpointer:
             restored = checkpointer.restore()
             assert restored is not None
@@ -140,7 +127,7 @@ def test_run_of_a_killed_process_is_free_at_once(store_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lock_of_a_closed_training_is_free(store_path: Path) -> None:
+def test_lock_of_a_closed_training_is_free(store_path: Path, zygote: Zygote) -> None:
     """Test that close() of the Checkpointer, or of its store alone, releases the run."""
     for closes_checkpointer in (True, False):
         with _open(store_path) as store:
@@ -148,16 +135,16 @@ def test_lock_of_a_closed_training_is_free(store_path: Path) -> None:
             checkpointer.restore()
             if closes_checkpointer:
                 checkpointer.close()
-                with _trainer(store_path):
+                with _trainer(zygote, store_path):
                     pass
-        with _trainer(store_path):
+        with _trainer(zygote, store_path):
             pass
 
 
 @pytest.mark.slow
-def test_other_runs_are_not_locked(store_path: Path) -> None:
+def test_other_runs_are_not_locked(store_path: Path, zygote: Zygote) -> None:
     """Test two runs of one store that are trained at the same time."""
-    with _trainer(store_path, "a") as a, _trainer(store_path, "b") as b:
+    with _trainer(zygote, store_path, "a") as a, _trainer(zygote, store_path, "b") as b:
         assert (a.step(), b.step()) == ("8", "8")
 
 
@@ -242,9 +229,11 @@ def test_training_of_another_thread_is_not_finished(store_path: Path, config: Ca
 
 
 @pytest.mark.slow
-def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(
+    store_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Test a lock that a native fork inherited: its process is dead, and only the descriptor lives on."""
-    with _trainer(store_path), _open(store_path) as store:
+    with _trainer(zygote, store_path), _open(store_path) as store:
         monkeypatch.setattr(process_identity, "is_dead", lambda owner: owner.pid != os.getpid())
         # The ring, which the living process holds as well, is not part of this test.
         monkeypatch.setattr(NvmeTier, "is_dead", lambda *_: False)
@@ -253,9 +242,11 @@ def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, m
 
 
 @pytest.mark.slow
-def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_of_a_container_with_another_boot_id_is_in_use(
+    store_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Test containers of systemd and LXC: a lock that is held shows that its training lives."""
-    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
+    with _trainer(zygote, store_path) as trainer, _open(store_path, 0.1) as store:
         monkeypatch.setattr(process_identity, "_boot_id", lambda: "another")
         with pytest.raises(RunInUseError):
             Checkpointer(store, _state(), every=1).restore()
@@ -264,10 +255,10 @@ def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [b"[]", b'{"pid": "x"}'])
-def test_damaged_lock_file_is_no_obstacle(store_path: Path, content: bytes) -> None:
+def test_damaged_lock_file_is_no_obstacle(store_path: Path, zygote: Zygote, content: bytes) -> None:
     """Test that a lock file with any content is free if no process holds it, and held if one does."""
     path = store_path / layout.LOCKS / layout.lock_name("default")
-    with _trainer(store_path) as trainer, _open(store_path, 0.1) as store:
+    with _trainer(zygote, store_path) as trainer, _open(store_path, 0.1) as store:
         path.write_bytes(content)
         with pytest.raises(RunInUseError, match="another process"):
             Checkpointer(store, _state(), every=1).restore()

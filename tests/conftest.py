@@ -78,8 +78,8 @@ def store_path(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Return a process from which children are forked."""
-    zygote = Zygote(
-        tmp_path_factory.mktemp("zygote"), "asymcheck", "torch.distributed.fsdp", "torch.distributed.tensor"
-    )
+    # The package imports its modules on first use, and most children need all of a Checkpointer.
+    imported = ("asymcheck.checkpointer", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor")
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"), *imported)
     yield zygote
     zygote.close()

@@ -125,7 +125,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 rank 0 publishes its own tensors.
             run: name of the run.
             save_on_exit: save the last step at the end of the ``with`` block, unless it was saved already or an
-                exception ends the block.
+                exception ends the block. With ``push``, also push it, even if no rule selects it.
             save_on_signal: on SIGTERM or SIGUSR1, the next :meth:`step` saves its step, waits until it is durable, and
                 raises :class:`asymcheck.errors.Preempted`, which ends the program with status 143. With ``push``, the
                 rest of the 30 seconds is for the upload. An :class:`asymcheck.Grace` sets the time and the signals.
@@ -716,7 +716,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # The checkpoint comes first, because a release in flight may take long.
             ending.callback(self._publisher.close)
             if left_s is None:
-                self._pusher.close(is_alone=self._coordinator is not None and self._coordinator.lacks_ranks)
+                self._pusher.close(
+                    is_alone=self._coordinator is not None and self._coordinator.lacks_ranks,
+                    sends_newest=self._save_on_exit and not self._exit_handler.is_hurried,
+                )
             else:
                 self._pusher.close_before_kill(left_s)
 

@@ -51,6 +51,7 @@ class SavingCallback:
             keep=keep,
             push=push,
             run=run,
+            save_on_exit=True,
             save_on_signal=save_on_signal,
             on_error=on_error,
             capture=capture,

@@ -310,13 +310,16 @@ class BackgroundPush:
                 UnreachableRemoteWarning,
             )
 
-    def close(self, timeout_s: float | None = None, *, is_alone: bool = False) -> PushStatistics:
+    def close(
+        self, timeout_s: float | None = None, *, is_alone: bool = False, sends_newest: bool = False
+    ) -> PushStatistics:
         """Push the remaining checkpoints once, end, and return the statistics. Closing twice is no error.
 
         Args:
             timeout_s: seconds until giving up; None for ``close_s`` of the rules. The next push of this store to the
                 location sends the rest, and sends no partition again.
             is_alone: do not wait for parts of other machines, because a rank of the job has ended.
+            sends_newest: push the newest checkpoint first, even if no rule selects it.
 
         Raises:
             InvalidInputError: ``timeout_s`` is out of range; the push goes on.
@@ -329,19 +332,22 @@ class BackgroundPush:
         if timeout_s is not None:
             check_number("timeout_s", timeout_s, *SECONDS)
         limit_s = self._job.rules.close_s if timeout_s is None else timeout_s
-        self._close(limit_s, is_alone=is_alone)
+        self._close(limit_s, is_alone=is_alone, sends_newest=sends_newest)
         return self.statistics()
 
     def close_before_kill(self, left_s: float) -> None:
         """Push the newest checkpoint first, even if no rule selects it, and close within ``left_s`` seconds."""
-        self._close(max(left_s, 0.0), is_killed=True)
+        self._close(max(left_s, 0.0), is_killed=True, sends_newest=True)
 
-    def _close(self, limit_s: float | None, *, is_killed: bool = False, is_alone: bool = False) -> None:
+    def _close(
+        self, limit_s: float | None, *, sends_newest: bool, is_killed: bool = False, is_alone: bool = False
+    ) -> None:
         """End once, and warn. With ``is_killed``, the end takes at most ``limit_s``."""
         job, thread = self._job, self._thread
         if job is None or thread is None or self._request.is_closing:
             return
-        self._ask(is_alone=is_alone)
+        # While another training has the lease, nothing is pushed.
+        self._ask(is_alone=is_alone, sends_newest=sends_newest and not self.lease.is_taken)
         self._end(thread, limit_s, is_killed=is_killed)
         now = self.statistics()
         if now.backlog:
@@ -362,8 +368,7 @@ class BackgroundPush:
         grace_s = GIVE_UP_S + _ANSWER_S
         if is_killed and limit_s is not None:
             limit_s, grace_s = max(limit_s - GIVE_UP_S, 0.0), min(limit_s, GIVE_UP_S)
-        # While another training has the lease, nothing is pushed.
-        self._ask(is_closing=True, close_s=limit_s, sends_newest=is_killed and not self.lease.is_taken)
+        self._ask(is_closing=True, close_s=limit_s)
         with self._turn:
             self._look()
             grace_s += 0.0 if self._has_begun or is_killed else _START_S

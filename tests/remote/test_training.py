@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -74,6 +75,24 @@ def test_selected_checkpoints_arrive(store_path: Path, any_location: str) -> Non
         assert checkpointer.push_statistics().pushed == 3
         assert steps_in(store) == [0, 1, 2, 3, 4]
     check_location(any_location, 0, 2, 4)
+
+
+@pytest.mark.parametrize("ends", ["saved", "saved before", "failed", "without save_on_exit"])
+def test_last_step_is_pushed_at_the_end(store_path: Path, folder: str, ends: str) -> None:
+    """Test a last step that no rule selects: with save_on_exit, it is pushed at a regular end."""
+    saves = ends != "without save_on_exit"
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        state, every = dict(state_of(0)), 3 if ends == "saved" else 1
+        checkpointer = Checkpointer(
+            store, state, every=every, push=Push(folder, every=3), keep=None, save_on_exit=saves
+        )
+        with contextlib.suppress(ZeroDivisionError), checkpointer:
+            train(checkpointer, state, 0, 1, 2, 3, 4)
+            if ends == "failed":
+                raise ZeroDivisionError
+        assert checkpointer.push_statistics().backlog == 0
+    with Store.open(folder, read_only=True) as location:
+        assert steps_in(location) == ([0, 3, 4] if ends.startswith("saved") else [0, 3])
 
 
 def test_wait_without_a_push_is_refused(store_path: Path) -> None:

@@ -208,12 +208,13 @@ def test_failed_decision_of_rank_0_fails_on_all_ranks() -> None:
 @pytest.mark.slow
 def test_missing_ranks_are_named_on_all_others() -> None:
     """Test also ranks that began to wait before rank 0."""
-    sessions = sessions_of(dist.HashStore(), 4)
+    keys = dist.HashStore()
+    sessions = sessions_of(keys, 4)
     set_timeout(sessions[:1], 0.2)
 
     def work(number: int) -> tuple[int, ...]:
         if number == 0:
-            wait_until(lambda: sessions[2]._reported == (1, 1), "rank 2 to report")
+            wait_until(lambda: keys.check([sessions[2]._report_key((1, 1), 2)]), "rank 2 to report")
         with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not respond") as caught:
             sessions[(0, 2)[number]].agree((1, 1), b"", joined, "save of step 7")
         return caught.value.missing

@@ -16,7 +16,7 @@ import transformers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from asymcheck import Store
+from asymcheck import Push, Store
 from asymcheck.convert.export_target import make_temporary_folder
 from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
 from asymcheck.integrations.transformers import AsymcheckCallback
@@ -93,13 +93,19 @@ class _Stop(TrainerCallback):
 
 
 def test_resumed_after_a_stop_within_an_epoch(tmp_path: Path, never_killed: dict[str, Any]) -> None:
-    """Test a training that another callback has ended, and that goes on later: every bit of the weights is equal."""
+    """Test a training that another callback has ended, and that goes on later: every bit of the weights is equal.
+
+    The last step is pushed, although no rule selects it.
+    """
+    location = (tmp_path / "remote").as_uri()
     with Store.open(tmp_path / "store", create=True) as store:
-        callback = AsymcheckCallback(store, every=100)
+        callback = AsymcheckCallback(store, every=100, push=Push(location, every=1000))
         trainer = make_trainer(tmp_path)
         trainer.add_callback(callback)
         trainer.add_callback(_Stop())
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    with Store.open(location, read_only=True) as remote:
+        assert [item.step for item in remote.checkpoints()] == [STEPS_IN_EPOCH + 2]
     again, begun = resumed(tmp_path, every=100)
     assert begun == STEPS_IN_EPOCH + 2
     for name in ("model", "optimizer", "scheduler", "random"):

@@ -28,10 +28,11 @@
         ├── OutOfSpaceError, UnsupportedFileSystemError, ReadOnlyStoreError, LockTimeoutError
         └── TooManyFilesError, RemoteUnreachableError, CatalogError, ClosedStoreError, ForkedStoreError
 
-Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StateDifferenceWarning`,
-:class:`StepOrderWarning`, :class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`,
-:class:`PruneWarning`, :class:`PublishWarning`, :class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`,
-:class:`SilentDivergenceWarning`, :class:`PreemptionWarning`.
+All warnings derive from :class:`AsymcheckWarning`: :class:`AbandonedCheckpointsWarning`,
+:class:`SkippedCheckpointWarning`, :class:`StateDifferenceWarning`, :class:`StepOrderWarning`, :class:`CaptureWarning`,
+:class:`StaleStateWarning`, :class:`LostCheckpointWarning`, :class:`PruneWarning`, :class:`PublishWarning`,
+:class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`, :class:`SilentDivergenceWarning`,
+:class:`PreemptionWarning`.
 
 :class:`Preempted` is not an error: it ends a training whose kill was announced.
 
@@ -345,43 +346,47 @@ class ForkedStoreError(StorageError, kind="forked"):
     """The store object was inherited by a forked process, which has to open the store again."""
 
 
-class AbandonedCheckpointsWarning(UserWarning):
+class AsymcheckWarning(UserWarning):
+    """Base class of all warnings of asymcheck."""
+
+
+class AbandonedCheckpointsWarning(AsymcheckWarning):
     """Training starts from scratch although the run has checkpoints, or checkpoints may be torn."""
 
 
-class SkippedCheckpointWarning(UserWarning):
+class SkippedCheckpointWarning(AsymcheckWarning):
     """A newer checkpoint was skipped because it cannot be restored."""
 
 
-class StateDifferenceWarning(UserWarning):
+class StateDifferenceWarning(AsymcheckWarning):
     """The given state differs from the checkpoint in a way that torch accepts in silence."""
 
 
-class StepOrderWarning(UserWarning):
+class StepOrderWarning(AsymcheckWarning):
     """A saved step is lower than an earlier one, and will not be the newest checkpoint."""
 
 
-class CaptureWarning(UserWarning):
+class CaptureWarning(AsymcheckWarning):
     """Captures take longer, or fewer of them survive the process, for instance because of a small ring."""
 
 
-class StaleStateWarning(UserWarning):
+class StaleStateWarning(AsymcheckWarning):
     """A checkpoint is identical to the previous one, or a part of the state is a copy. Was the live state passed?"""
 
 
-class LostCheckpointWarning(UserWarning):
+class LostCheckpointWarning(AsymcheckWarning):
     """A background save failed; training continues."""
 
 
-class SilentDivergenceWarning(UserWarning):
+class SilentDivergenceWarning(AsymcheckWarning):
     """Replicas of a tensor on several ranks have diverged."""
 
 
-class PruneWarning(UserWarning):
+class PruneWarning(AsymcheckWarning):
     """Old checkpoints could not be removed; training continues."""
 
 
-class PublishWarning(UserWarning):
+class PublishWarning(AsymcheckWarning):
     """A step could not be published; training continues."""
 
 
@@ -422,13 +427,13 @@ def warn_user(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-class PreemptionWarning(UserWarning):
+class PreemptionWarning(AsymcheckWarning):
     """The training will be killed soon, or the time for its last checkpoint is over."""
 
 
-class UnreachableRemoteWarning(UserWarning):
+class UnreachableRemoteWarning(AsymcheckWarning):
     """A remote location did not respond, is empty, or gets few checkpoints. Uploads or lookups did not happen."""
 
 
-class RemoteCopyWarning(UserWarning):
+class RemoteCopyWarning(AsymcheckWarning):
     """Missing or damaged data was read from a remote location instead."""

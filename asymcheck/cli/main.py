@@ -29,7 +29,7 @@ from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.cli.verify_command import merge_reports, verify
 from asymcheck.cli.view_command import view
 from asymcheck.config import __version__
-from asymcheck.errors import AsymcheckError, SkippedCheckpointWarning
+from asymcheck.errors import AsymcheckError, AsymcheckWarning, SkippedCheckpointWarning
 
 
 @click.command(epilog=HELP, short_help="Print a shell completion script.")
@@ -44,10 +44,6 @@ def completion(ctx: click.Context, shell: str) -> None:
     fish: asymcheck completion fish > ~/.config/fish/completions/asymcheck.fish
     """
     shell_complete(ctx.find_root().command, {}, "asymcheck", "_ASYMCHECK_COMPLETE", f"{shell}_source")
-
-
-_ERRORS = vars(sys.modules[AsymcheckError.__module__]).values()
-_WARNINGS = tuple(item for item in _ERRORS if isinstance(item, type) and issubclass(item, Warning))
 
 
 class _Commands(click.Group):
@@ -75,15 +71,14 @@ def _warnings_as_notes() -> Iterator[set[type[Warning]]]:
         default_showwarning = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
-            if issubclass(category, _WARNINGS):
+            if issubclass(category, AsymcheckWarning):
                 output.note(str(message))
                 noted.add(category)
             else:
                 default_showwarning(message, category, *args, **kwargs)
 
         warnings.showwarning = show
-        for category in _WARNINGS:
-            warnings.simplefilter("always", category)
+        warnings.simplefilter("always", AsymcheckWarning)
         yield noted
 
 

@@ -20,6 +20,7 @@ class Push:
     """Rules that select checkpoints for a remote location: each that any rule selects; without a rule, all.
 
     The rules apply to complete checkpoints on the line of training. The newest is pushed first.
+    With ``save_on_exit`` or ``save_on_signal``, the last one of a training is pushed even if no rule selects it.
     """
 
     remote: str

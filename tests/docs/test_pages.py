@@ -85,12 +85,14 @@ def test_every_command_is_shown() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    """Test that docs/failure-model.md names every error and warning of users."""
+    """Test that docs/failure-model.md names every error and warning of users, and has their base classes right."""
     from asymcheck import errors
 
     text = (ROOT / "docs" / "failure-model.md").read_text()
     names = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
     assert [name for name in names if f"`{name}`" not in text] == []
+    bases = (errors.AsymcheckError, errors.AsymcheckWarning)
+    assert [name for name in names if not issubclass(vars(errors)[name], bases)] == []
 
 
 @pytest.mark.parametrize(

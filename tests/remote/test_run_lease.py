@@ -31,7 +31,6 @@ from tests.zygote import PATIENCE_S, Child, Zygote, wait_until
 
 _SHORT_S, _LONG_S = 1.0, 600.0
 """Lease times: a holder with the short one renews its lease soon, and a newcomer with the long one awaits that."""
-"""Lease time that no test waits for."""
 _HERE = Trainer.this()
 _ELSEWHERE = dataclasses.replace(
     _HERE, owner=dataclasses.replace(_HERE.owner, pid=77, boot_id="another boot"), host="another-host"

@@ -125,7 +125,7 @@ def test_flips_in_the_tail_of_a_recycled_pack_are_harmless(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_flips_anywhere_in_a_store_of_many_megabytes(tmp_path: Path) -> None:
+def test_flips_in_frames_and_manifests_of_many_megabytes(tmp_path: Path) -> None:
     """Test partitions of the default size, several frames in flight, and padding between header and payload."""
     config = StoreConfig(partition_bytes=1 << 20, bundle_below_bytes=1 << 16, pack_bytes=8 << 20)
     numbers = torch.Generator().manual_seed(7)
@@ -137,12 +137,15 @@ def test_flips_anywhere_in_a_store_of_many_megabytes(tmp_path: Path) -> None:
         for step, state in states.items():
             store.save(state, step=step)
     small = SmallStore(tmp_path / "store", states, config)
-    files = small.files("packs/*.pack", "manifests/*/*/*.manifest", "asymcheck.store")
+    files = small.files("packs/*.pack", "manifests/*/*/*.manifest")
     assert sum(path.stat().st_size for path in files) > 20 << 20
     dice = random.Random(11)
     for _ in range(25):
         path = dice.choices(files, [path.stat().st_size for path in files])[0]
-        with flipped(path, dice.choice(covered_bits(path))):
+        bits = covered_bits(path)
+        if path.suffix == ".pack":  # its header and index are copies, which no load needs
+            bits = bits[BLOCK_BYTES * 8 : -BLOCK_BYTES * 8]
+        with flipped(path, dice.choice(bits)):
             loads = load_all(small)
             assert len(loads.refused) == 1
             assert check_findings(small, loads)

@@ -48,7 +48,7 @@ class Target:
         self._existing = list(existing) or [allocate(row, device, shift)]
         self.in_place = bool(existing)
         self.touched = False
-        self.shares_memory = False  # with other tensors that are filled
+        self.shares_memory = False  # with other tensors that are filled, or among its elements
         self._left = row.nbytes
         self._lock = threading.Lock()
         # Bytes for strided tensors, and for tensors on devices, are gathered first.
@@ -184,7 +184,7 @@ class Assembly(ReadPlan):
             for demand in demands
         }
         existing = [(tensor, demand) for demand in self._filled for tensor in demand.existing]
-        # Existing tensors that share memory, with their demands.
+        # Existing tensors that may share memory, with their demands.
         self.overlapping = [existing[number] for number in overlapping([tensor for tensor, _ in existing])]
         for _, demand in self.overlapping:
             self._filled[demand].shares_memory = True
@@ -254,14 +254,14 @@ def _copy(flat: FlatBytes, data: memoryview) -> None:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the ascending positions of tensors that may share memory with another one.
+    """Return the ascending positions of tensors that may share memory with another one, or among their elements.
 
     Compared by the range from the first byte to the last one, so interleaved slices count as well.
     """
     stretches = sorted(
         (str(tensor.device), *_stretch(tensor), number) for number, tensor in enumerate(tensors) if tensor.numel()
     )
-    overlapping: set[int] = set()
+    overlapping = {number for *_, number in stretches if _may_overlap_itself(tensors[number])}
     widest: tuple[str, int, int] | None = None
     """Tensor with the furthest end so far, which overlaps everything that any earlier tensor overlaps."""
     for device, start, end, number in stretches:
@@ -270,6 +270,18 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
         if widest is None or widest[0] != device or end > widest[1]:
             widest = device, end, number
     return sorted(overlapping)
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor may share memory, as those of sliding windows do."""
+    if tensor.is_contiguous():
+        return False
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += (size - 1) * stride
+    return False
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:

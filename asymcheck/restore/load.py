@@ -341,7 +341,7 @@ def fetch_in_place(resolved: Resolved, assembly: Assembly) -> None:
 
 
 def _check_overlapping(resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:
-    """Compare tensors that share memory with the checkpoint again."""
+    """Compare tensors that may share memory with the checkpoint again."""
     wrong = []
     for tensor, demand in filled:
         # One at a time, because a buffer and its views may need most of the memory.
@@ -352,8 +352,9 @@ def _check_overlapping(resolved: Resolved, filled: Sequence[tuple[torch.Tensor, 
             wrong.append(demand.row.name)
     if wrong:
         raise StateMismatchError(
-            f"{listed(wrong)}: shares memory with other tensors of the given state, but they differ in the "
-            "checkpoint. All were overwritten, and the last one won. Give each tensor its own memory"
+            f"{listed(wrong)}: shares memory with other tensors of the given state or among its elements, but their "
+            "values differ in the checkpoint. All were overwritten, and the last one won. Give each tensor its own "
+            "memory"
         )
 
 

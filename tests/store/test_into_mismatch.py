@@ -224,6 +224,19 @@ def test_overlapping_tensors_with_different_values_are_refused(store: Store, siz
     assert torch.equal(memory, base)
 
 
+@pytest.mark.parametrize("size", [5, BIG])
+def test_a_tensor_whose_elements_share_memory_takes_only_equal_values(store: Store, size: int) -> None:
+    """Test sliding windows over a signal, which are filled if the values of shared elements are equal."""
+    signal = torch.arange(size + 3.0)
+    windows = signal.as_strided((size, 4), (1, 1))
+    store.save({"w": windows}, step=1)
+    store.save({"w": torch.arange(4.0 * size).reshape(size, 4)}, step=2)
+    into = {"w": torch.zeros_like(signal).as_strided((size, 4), (1, 1))}
+    with pytest.raises(StateMismatchError, match=r"^w: shares memory .* or among its elements"):
+        store.load(into=into)
+    assert torch.equal(store.load(step=1, into=into)["w"], windows)  # type: ignore[index]
+
+
 def test_slices_between_each_other_share_nothing(store: Store) -> None:
     """Test interleaved slices without common elements."""
     store.save({"even": torch.full((BIG,), torch.nan), "odd": torch.full((BIG,), 2.0)}, step=1)

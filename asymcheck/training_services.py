@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 """The background savers of all stores of this process."""
+
+_savers_lock = threading.Lock()
 
 
 def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> LineagePosition:
@@ -116,7 +119,8 @@ class TrainingServices:
 
         background = BackgroundSaver(tier, self.opened.catalog(), self.opened.encoder, placing, run, config, session)
         self._backgrounds.add(background)
-        _savers.add(background)
+        with _savers_lock:
+            _savers.add(background)
         background.on_close = self._backgrounds.discard
         return background
 
@@ -125,7 +129,9 @@ class TrainingServices:
 
         Their captures become durable, and their memory is freed. ``own`` is the saver of the new Checkpointer.
         """
-        for saver in tuple(_savers):
+        with _savers_lock:
+            savers = tuple(_savers)
+        for saver in savers:
             if saver.is_replaced_by(own, self.opened.writable(), run):
                 saver.close()
 

@@ -104,7 +104,7 @@ def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
             if number >= config.attempts or remaining_s <= 0:
                 if number == 1:
                     raise
-                raise RemoteUnreachableError(f"{error}; attempt {number} of {config.attempts}") from error
+                raise RemoteUnreachableError(f"{error}; gave up after {number} attempts") from error
             _logger.warning("%s; trying again", error)
         time.sleep(pause_s)
         number += 1

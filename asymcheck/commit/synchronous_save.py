@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -83,6 +83,28 @@ def plan_of(columns: Columns, config: StoreConfig) -> Cut:
     return cut(columns.sizes, columns.groups, config, columns.widths)
 
 
+class _Progress:
+    """Partitions that one call of :meth:`Flusher.write` stores, with their digests so far."""
+
+    def __init__(self, partitions: Sequence[Partition], leaves: Sequence[Leaf]) -> None:
+        self.partitions = partitions
+        self.digests: list[Digest | None] = [None] * len(partitions)
+        self.originals = Originals(partitions, [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves])
+        self.copies: set[int] = set()
+        """Numbers of partitions that may be rounded copies of others."""
+        self._remaining = Counter(piece.row for partition in partitions for piece in partition.pieces)
+        self._lock = threading.Lock()
+
+    def completed_by(self, partition: Partition) -> Iterator[int]:
+        """Count a stored partition. Yield the rows of tensors that are now stored as a whole."""
+        for piece in partition.pieces:
+            with self._lock:
+                self._remaining[piece.row] -= 1
+                is_complete = not self._remaining[piece.row]
+            if is_complete:
+                yield piece.row
+
+
 class Flusher:
     """Writes partitions of one state on several threads."""
 
@@ -106,7 +128,6 @@ class Flusher:
         self._dtypes = [leaf.dtype for leaf in leaves]
         self._tier = tier
         self._leaves = leaves
-        self._lock = threading.Lock()
         self._direct: dict[int, memoryview | None] = {}
 
     def write(self, partitions: Sequence[Partition]) -> list[Digest]:
@@ -116,62 +137,22 @@ class Flusher:
             StorageError: the drive is full or failed.
             TornCaptureError: the state changed during the save.
         """
-        digests: list[Digest | None] = [None] * len(partitions)
         self._transaction.expect(sum(frame_length(partition.length, BLOCK_BYTES - 1) for partition in partitions))
-        remaining = Counter(piece.row for partition in partitions for piece in partition.pieces)
-
-        originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
-        # Possible rounded copies come last, when the digests of their originals are known.
-        copies = {
-            number
-            for number, partition in enumerate(partitions if self._encoder.wants_bases else ())
-            if next(originals.candidates(number), None) is not None
-            and self._encoder.searches_original(self._contents(partition))
-        }
-        others = [number for number in range(len(partitions)) if number not in copies]
-
-        def read(number: int, start: int, length: int | None) -> tuple[Digest, memoryview] | None:
-            name = digests[number]
-            in_place = None if name is None else self._bytes_in_place(partitions[number], start, length)
-            return None if name is None or in_place is None else (name, in_place)
-
-        def store(number: int, slot: Slot) -> None:
-            partition = partitions[number]
-            known = self._known.get(partition)
-            in_place = None if number in copies else self._writable_in_place(partition)
-            if known is not None:
-                digests[number] = known
-                if self._transaction.claim(known):
-                    name, payload = self._copy(partition, number, slot)
-                    if name != known:
-                        raise _torn([self._leaves[partition.pieces[0].row]])
-                    self._transaction.write(FrameDescriptor.identity(name, len(payload)), partial(_write, slot))
-            elif in_place is not None:
-                digests[number] = self._put_in_place(partition, number, slot, in_place)
-            else:
-                # Memory that the next save uses as a base does not change, and needs no copy.
-                is_kept = self._earlier is not None and len(partition.pieces) == 1
-                kept = self._bytes_in_place(partition, 0, None) if is_kept else None
-                name, payload = self._copy(partition, number, slot, kept)
-                digests[number] = name
-                dtype = self._dtypes[partition.pieces[0].row]
-                base = original_of(payload, dtype, number, originals, read) if number in copies else None
-                bases = [] if base is None else [base]
-                if self._earlier is not None:
-                    bases.append(self._earlier.base(partition))
-                write = partial(_write, slot) if kept is None else partial(_copy_and_write, slot, kept)
-                self._put(partition, number, name, payload, write, bases)
-            for piece in partition.pieces:
-                with self._lock:
-                    remaining[piece.row] -= 1
-                if not remaining[piece.row]:
-                    self._leaves[piece.row].release()
-
+        progress = _Progress(partitions, self._leaves)
+        if self._encoder.wants_bases:
+            progress.copies = {
+                number
+                for number, partition in enumerate(partitions)
+                if next(progress.originals.candidates(number), None) is not None
+                and self._encoder.searches_original(self._contents(partition))
+            }
+        others = [number for number in range(len(partitions)) if number not in progress.copies]
         before = self._versions()
-        for numbers in (others, sorted(copies)):
+        # Possible rounded copies come last, when the digests of their originals are known.
+        for numbers in (others, sorted(progress.copies)):
             run_with_slots(
                 numbers,
-                store,
+                partial(self._store, progress),
                 slots=self._tier.slots,
                 payload_bytes=max((partitions[number].length for number in numbers), default=0),
                 threads=self._tier.config.slots,
@@ -180,7 +161,22 @@ class Flusher:
         changed = [leaf for leaf, a, b in zip(self._leaves, before, self._versions(), strict=True) if a != b]
         if changed:
             raise _torn(changed)
-        return [name for name in digests if name is not None]
+        return [name for name in progress.digests if name is not None]
+
+    def _store(self, progress: _Progress, number: int, slot: Slot) -> None:
+        """Digest a partition, and write it if the store lacks it. Release tensors that are complete."""
+        partition = progress.partitions[number]
+        known = self._known.get(partition)
+        in_place = None if number in progress.copies else self._writable_in_place(partition)
+        if known is not None:
+            name = self._put_known(partition, number, slot, known)
+        elif in_place is not None:
+            name = self._put_in_place(partition, number, slot, in_place)
+        else:
+            name = self._put_copy(progress, number, slot)
+        progress.digests[number] = name
+        for row in progress.completed_by(partition):
+            self._leaves[row].release()
 
     def _versions(self) -> list[int | None]:
         """Return the version counters of all tensors, which torch increments at each change."""
@@ -222,6 +218,15 @@ class Flusher:
             self._direct[row] = None if is_slow else whole
         return self._direct[row]
 
+    def _put_known(self, partition: Partition, number: int, slot: Slot, known: Digest) -> Digest:
+        """Write a partition whose digest is known, if the store lacks it."""
+        if self._transaction.claim(known):
+            name, payload = self._copy(partition, number, slot)
+            if name != known:
+                raise _torn([self._leaves[partition.pieces[0].row]])
+            self._transaction.write(FrameDescriptor.identity(name, len(payload)), partial(_write, slot))
+        return known
+
     def _put_in_place(self, partition: Partition, number: int, slot: Slot, in_place: memoryview) -> Digest:
         """Digest a partition and write it without a copy; return the digest. Raise if the bytes changed meanwhile."""
         sample = np.frombuffer(in_place, dtype=np.uint8)[::_SAMPLE_STRIDE]
@@ -236,6 +241,32 @@ class Flusher:
         if not np.array_equal(sample, before):
             raise _torn([self._leaves[partition.pieces[0].row]])
         return name
+
+    def _put_copy(self, progress: _Progress, number: int, slot: Slot) -> Digest:
+        """Copy a partition, digest the copy and write it, encoded if that saves bytes; return the digest."""
+        partition = progress.partitions[number]
+        # Memory that the next save uses as a base does not change, and needs no copy.
+        is_kept = self._earlier is not None and len(partition.pieces) == 1
+        kept = self._bytes_in_place(partition, 0, None) if is_kept else None
+        name, payload = self._copy(partition, number, slot, kept)
+        bases = []
+        if number in progress.copies:
+            dtype = self._leaves[partition.pieces[0].row].dtype
+            original = original_of(payload, dtype, number, progress.originals, partial(self._read, progress))
+            bases += [] if original is None else [original]
+        if self._earlier is not None:
+            bases.append(self._earlier.base(partition))
+        write = partial(_write, slot) if kept is None else partial(_copy_and_write, slot, kept)
+        self._put(partition, number, name, payload, write, bases)
+        return name
+
+    def _read(
+        self, progress: _Progress, number: int, start: int, length: int | None
+    ) -> tuple[Digest, memoryview] | None:
+        """Return the digest of a stored partition and some of its bytes, if both are known."""
+        name = progress.digests[number]
+        in_place = None if name is None else self._bytes_in_place(progress.partitions[number], start, length)
+        return None if name is None or in_place is None else (name, in_place)
 
     def _copy(
         self, partition: Partition, number: int, slot: Slot, kept: memoryview | None = None

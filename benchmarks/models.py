@@ -63,13 +63,18 @@ class Grid:
     """Number of kills for each model and scheme."""
 
     def cells(self) -> Iterator[Cell]:
-        """Yield all cells, those of the first interval and of the kills first, so that an unfinished run is useful."""
-        for number, (every, steps) in enumerate(self.steps.items()):
-            for scheme in self.schemes:
-                for model in self.models:
-                    yield Cell(model, self.size, scheme, every, steps)
-                    if number == 0:
-                        yield Cell(model, self.size, scheme, _KILL, self.kills)
+        """Yield all cells, the most important first, so that an unfinished run is useful.
+
+        Those of the fastest schemes precede all others; then those of the first interval, and of the kills.
+        """
+        first = [scheme for scheme in self.schemes if scheme in _FIRST]
+        for schemes in (first, [scheme for scheme in self.schemes if scheme not in first]):
+            for number, (every, steps) in enumerate(self.steps.items()):
+                for scheme in schemes:
+                    for model in self.models:
+                        yield Cell(model, self.size, scheme, every, steps)
+                        if number == 0:
+                            yield Cell(model, self.size, scheme, _KILL, self.kills)
 
 
 _FIRST = ("asymcheck +S+O", "torch DCP async staged", "torch DCP async process", "torchsnapshot async", "safetensors")

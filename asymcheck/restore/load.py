@@ -319,7 +319,8 @@ def fetch_in_place(resolved: Resolved, assembly: Assembly) -> None:
     """Execute a plan that may fill tensors of the caller.
 
     Raises:
-        StateMismatchError: tensors share memory, but have different values in the checkpoint; all were overwritten.
+        StateMismatchError: tensors, or elements of one, share memory, but their values differ in the checkpoint; all
+            were overwritten.
         DamagedPartitionError: no copy of a partition is intact; nothing was overwritten.
         PartialRestoreError: no copy of a partition is intact; some tensors were overwritten.
         RemoteUnreachableError, TooManyFilesError: a partition could not be read; the message lists overwritten tensors.

@@ -77,6 +77,13 @@ def test_unavailable_scheme_is_named_and_left_out(
     assert capsys.readouterr().out == "left out: safetensors (no such thing)\n"
 
 
+def test_an_unfinished_run_has_all_intervals_of_the_first_schemes() -> None:
+    """Test the order of the cells: intervals and kills of asymcheck, then those of a slower scheme."""
+    grid = models.Grid(["GPT-2"], "tiny", {10: 3, 1: 2}, ["asymcheck +S+O", "torch.save"])
+    order = [(cell.scheme, cell.every) for cell in grid.cells()]
+    assert order == [(scheme, every) for scheme in grid.schemes for every in (10, models._KILL, 1)]
+
+
 def test_time_is_taken_when_the_first_checkpoints_are_done(tmp_path: Path) -> None:
     """Test a scheme that starts a process for its first checkpoint, which must not count for later ones."""
     told: list[str] = []

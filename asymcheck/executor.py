@@ -35,6 +35,29 @@ def stand_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
+class Thread(threading.Thread):
+    """Daemon thread that can be joined again after an interrupt.
+
+    Up to Python 3.12, a thread of the standard library counts as ended after an interrupted join().
+    """
+
+    def __init__(self, target: Callable[..., object], name: str, args: tuple[object, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._is_done = threading.Event()
+
+    def run(self) -> None:
+        """Run the target."""
+        try:
+            super().run()
+        finally:
+            self._is_done.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the target."""
+        if self._is_done.wait(timeout):
+            super().join()
+
+
 def start(thread: threading.Thread) -> None:
     """Start a thread.
 
@@ -167,9 +190,7 @@ class Workers:
         self._is_behind = False
         self._is_ending = False
         self._threads = [
-            threading.Thread(
-                target=self._run, args=(kind,), name=name if count == 1 else f"{name}-{number}", daemon=True
-            )
+            Thread(self._run, name if count == 1 else f"{name}-{number}", (kind,))
             for number, kind in enumerate([True] * count + [False] * count)
         ]
         try:

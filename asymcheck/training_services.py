@@ -213,8 +213,9 @@ class TrainingServices:
     def close(self) -> None:
         """Wait until all background saves are durable or lost, close the savers, and release the locks of runs."""
         try:
-            while self._backgrounds:
-                self._backgrounds.pop().close()
+            # After an interrupt, another call closes the rest.
+            for background in tuple(self._backgrounds):
+                background.close()
         finally:
             while self._run_locks:
                 self._run_locks.pop().close()

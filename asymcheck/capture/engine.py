@@ -23,7 +23,7 @@ from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.capture.tear_detection import TearDetector
 from asymcheck.events import emit, timed
-from asymcheck.executor import start
+from asymcheck.executor import Thread, start
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.state.leaves import copy_partition
@@ -50,7 +50,7 @@ class CaptureEngine:
         self._training = threading.get_ident()
         self._settling = threading.Lock()
         self._stopping = self._is_copying = False
-        self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
+        self._thread = Thread(self._run, "asymcheck-capture")
         start(self._thread)
 
     def begin(self, capture: Capture) -> None:

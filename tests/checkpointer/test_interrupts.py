@@ -10,13 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asymcheck import Checkpointer, Store
 from asymcheck.capture.signals import INTERRUPTS
-from tests.checkpointer.loops import folder_for_rings
+from asymcheck.config import CaptureConfig
+from asymcheck.storage.nvme import ManifestFiles
+from tests.checkpointer.loops import folder_for_rings, linear_loop
 from tests.zygote import REPOSITORY
 
 Interrupts = type(INTERRUPTS)
@@ -133,6 +137,35 @@ def called() -> Iterator[list[int]]:
     yield found
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+def test_an_interrupt_of_close_costs_no_checkpoint(
+    called: list[int], store_path: Path, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the last close waits for the checkpoint whose commit was in flight at the interrupts."""
+    may_publish, publish = threading.Event(), ManifestFiles.publish
+
+    def publish_late(*arguments: Any) -> object:  # noqa: ANN401 - of any manifest
+        may_publish.wait(60)
+        return publish(*arguments)
+
+    def interrupted(close: Callable[[], object]) -> None:
+        threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        close()
+
+    monkeypatch.setattr(ManifestFiles, "publish", publish_late)
+    _, _, loop = linear_loop()
+    with Store.open(store_path, create=True) as store:
+        checkpointer = Checkpointer(store, loop.state, capture=config, every=1)
+        loop.iterate(0)
+        checkpointer.step(0)
+        for close in (checkpointer.close, store.close):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(close)
+        threading.Timer(0.2, may_publish.set).start()
+    assert may_publish.is_set()
+    with Store.open(store_path) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
 
 
 def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError, ReadOnlyStoreError, StorageError
 from asymcheck.events import emit
-from asymcheck.executor import start
+from asymcheck.executor import Thread, start
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
 from asymcheck.format.layout import ring_name
@@ -114,7 +114,7 @@ class Ring:
         self.refused: AsymcheckError | None = None
         """Error of a failed reservation. The memory that was reserved before is still used."""
         self._closing = False
-        self._growing: threading.Thread | None = None
+        self._growing: Thread | None = None
         if reserved < size:
             self._grow_later(reserved, size)
         emit("ring.created", self.path.name, size)
@@ -135,7 +135,7 @@ class Ring:
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
 
     def _grow_later(self, reserved: int, size: int) -> None:
-        self._growing = threading.Thread(target=self._grow, args=(reserved, size), name="asymcheck-ring", daemon=True)
+        self._growing = Thread(self._grow, "asymcheck-ring", (reserved, size))
         try:
             start(self._growing)
         except StorageError:

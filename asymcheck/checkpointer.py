@@ -459,12 +459,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 warn_user(problem, UnreachableRemoteWarning)
             # An error of this rank alone must not keep it from a save of all ranks: it is raised at the end.
             newest = self._collect_outcomes()
+            # First, because after an error the state is no longer that of the step before.
+            self._unsaved = step, metrics
             try:
                 is_due = self._interval_controller.is_due(step, time.perf_counter(), self.statistics())
                 ends = self._preemption is not None and self._preemption.ends_at(step)
                 is_begun = is_due or ends
                 if is_begun:
                     self._begin(step, metrics)
+                    self._unsaved = None
                     self._interval_controller.began(step)
             except RanksError as error:
                 # If the ranks never met, no checkpoint was lost: the set-up is wrong.
@@ -478,7 +481,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                     raise
                 is_begun = False
                 self._reporting.warn_of_step(step, error)
-            self._unsaved = None if is_begun else (step, metrics)
             if not ends:
                 self._publisher.step(step, self._state)
             if is_begun:

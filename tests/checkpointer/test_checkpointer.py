@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asymcheck import CaptureConfig, Checkpointer, Store, StoreConfig
+from asymcheck.capture.background_saver import BackgroundSaver
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CheckpointNotFoundError,
@@ -452,6 +453,25 @@ def test_the_last_step_is_saved_on_exit(store: Store, every: int) -> None:
     assert checkpoints[-1].metrics == {"loss": 1 / 6}
     state: Any = store.load()
     assert state["epoch"] == 5
+
+
+def test_the_step_that_an_interrupt_ends_is_saved_on_exit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a program that catches Ctrl-C in the block: the number of the saved step fits its state."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    state = _state()
+    with Checkpointer(store, state, every=2, save_on_exit=True) as checkpointer:
+        for step in range(2):
+            state["epoch"] = step
+            checkpointer.step(step)
+        monkeypatch.setattr(BackgroundSaver, "begin", interrupt)
+        state["epoch"] = 2
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.step(2)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 2]
+    assert store.load(2)["epoch"] == 2
 
 
 def test_nothing_is_saved_on_exit_after_an_error_or_a_restore(store: Store) -> None:

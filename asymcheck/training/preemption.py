@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.config import Grace
 from asymcheck.errors import InvalidInputError, Preempted, PreemptionWarning, warn_user
+from asymcheck.executor import Thread, start
 from asymcheck.training.interval_controller import AnnouncedSteps
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Preemption:
 
         Raises:
             InvalidInputError: signals are to be received, but this is not the main thread.
+            StorageError: no thread can be started.
         """
         self._run, self._grace, self._coordinator = run, grace, coordinator
         self.signals = grace.signals
@@ -53,15 +55,16 @@ class Preemption:
         """Whether the training was ended."""
         # Its put() may interrupt itself, which other ways to wake a thread do not support.
         self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        if grace.signals and threading.current_thread() is not threading.main_thread():
+            raise InvalidInputError(
+                "save_on_signal: only the main thread receives signals. Create the Checkpointer there, or pass "
+                "asymcheck.Grace(signals=()) and call its preempt() when the training has to end"
+            )
+        # First, because without the thread there is no Checkpointer, and the signals remain those of the program.
+        start(Thread(self._watch, "asymcheck-preemption"))
         if grace.signals:
-            if threading.current_thread() is not threading.main_thread():
-                raise InvalidInputError(
-                    "save_on_signal: only the main thread receives signals. Create the Checkpointer there, or pass "
-                    "asymcheck.Grace(signals=()) and call its preempt() when the training has to end"
-                )
             INTERRUPTS.listen(self)
         _open.append(self)
-        threading.Thread(target=self._watch, name="asymcheck-preemption", daemon=True).start()
 
     @property
     def is_noticed(self) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from asymcheck.config import Grace
-from asymcheck.errors import Preempted
+from asymcheck.errors import Preempted, StorageError
 from asymcheck.training.preemption import Preemption
 
 
@@ -51,3 +53,16 @@ def test_notice_to_another_rank_ends_all_checkpointers() -> None:
     second.close()
     with pytest.raises(Preempted):
         second.finish(waits=True)
+
+
+def test_a_limit_of_threads_leaves_the_signals_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a Checkpointer that could not be created swallows no SIGTERM."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(StorageError, match="cannot start thread asymcheck-preemption"):
+        Preemption("run", Grace(), None)
+    assert signal.getsignal(signal.SIGTERM) == before

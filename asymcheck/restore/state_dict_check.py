@@ -185,6 +185,18 @@ def _groups(stored: Mapping[Key, Any]) -> list[dict[str, Any]]:
     return [group for group in groups if isinstance(group, dict) and isinstance(group.get("params"), list)]
 
 
+def _with_numbers(stored: dict[Key, Any]) -> dict[Key, Any]:
+    """Return the stored state of an optimizer with integers as parameter numbers, which DCP stores as strings."""
+    states = stored.get("state")
+    groups = _groups(stored)
+    numbers: dict[Key, Key] = {str(key): key for group in groups for key in group["params"] if type(key) is int}
+    if not isinstance(states, dict) or numbers.keys().isdisjoint(states):
+        return stored
+    known: dict[Key, Any] = states
+    renamed = {numbers.get(key, key): value for key, value in known.items()}
+    return like_mapping(stored, {**stored, "state": like_mapping(states, renamed)})
+
+
 def state_for(
     current: object,
     stored: Sequence[dict[Key, object]],
@@ -199,7 +211,7 @@ def state_for(
     """
     first = stored[0]
     if isinstance(current, torch.optim.Optimizer):
-        return _of_parameters_here(current, stored, savers, rank_of)
+        return _of_parameters_here(current, [*map(_with_numbers, stored)], savers, rank_of)
     if not isinstance(current, torch.nn.Module) or all(other.keys() == first.keys() for other in stored):
         return first
     merged: Any = merge(stored)
@@ -253,6 +265,9 @@ def with_classes(
     ``instances`` gives the classes of values that ``current`` lacks.
     """
     given = current if isinstance(current, dict) else {}
+    if given and {*map(type, given)} == {int} and all(isinstance(key, str) and key.isdecimal() for key in stored):
+        # DCP stores integer keys as strings, such as the milestones of a learning rate schedule.
+        stored = like_mapping(stored, {int(key): value for key, value in stored.items()})
     items: dict[Key, Any] = {key: _with_classes(value, given.get(key), instances) for key, value in stored.items()}
     return Counter(items) if type(current) is Counter else like_mapping(stored, items)
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.optim.lr_scheduler import MultiStepLR
 
 from asymcheck import Checkpointer, Store
 from asymcheck.errors import (
@@ -178,6 +179,22 @@ def test_checkpoints_of_a_checkpointer_can_be_loaded(store_path: Path) -> None:
         other = torch.nn.Linear(4, 2)
         dcp.load({"model": other}, storage_reader=AsymcheckReader(store, step=4, tensors="model.*"))
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_checkpointer_continues_objects_that_dcp_saved(store_path: Path) -> None:
+    """Test numbers of parameters and milestones of a schedule, which DCP stores as strings."""
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizer, fresh = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    schedule, again = (MultiStepLR(each, [2, 5]) for each in (optimizer, fresh))
+    with Store.open(store_path, create=True) as store:
+        saved = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        state = {name: part.state_dict() for name, part in saved.items()}
+        dcp.save(state, storage_writer=AsymcheckWriter(store, step=5))
+        with Checkpointer(store, {"model": other, "optimizer": fresh, "schedule": again}) as checkpointer:
+            checkpointer.restore()
+    assert_same([fresh.state_dict(), again.state_dict()], [optimizer.state_dict(), schedule.state_dict()])
 
 
 def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:

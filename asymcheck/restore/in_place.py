@@ -28,6 +28,7 @@ from asymcheck.restore.state_dict_check import (
     with_classes,
 )
 from asymcheck.restore.state_template import (
+    ABSENT,
     RowRef,
     map_leaves,
     merge,
@@ -142,6 +143,9 @@ class InPlaceFill:
     # ``stored`` has the entries of all ranks at one path; it is never empty, and starts with the own rank.
 
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
+        stored = [value for value in stored if value is not ABSENT]
+        if not stored:
+            return self._refuse(path, f"is not in {self._stored_where}")
         problems = len(self._problems)
         finish = self._match_in_place(current, stored, path)
         if self._returns and len(self._problems) > problems and path:
@@ -456,6 +460,8 @@ class InPlaceFill:
                 del current[key]
             for key, part in finishes.items():
                 current[key] = part(assembly)
+            if path:
+                _put_in_order(current, mappings[0])
             return current
 
         return finish
@@ -529,6 +535,14 @@ class InPlaceFill:
 def _contents(stored: Sequence[object]) -> list[object]:
     """Return stored values, with the contents of typed values: a dict can be filled from a defaultdict."""
     return [value.content if isinstance(value, TypedValue) else value for value in stored]
+
+
+def _put_in_order(current: dict[Key, object], stored: Mapping[Key, object]) -> None:
+    """Give the restored entries of a mapping their stored order, on which caches rely."""
+    order = [key for key in stored if key in current]
+    if order != [key for key in current if key in stored]:
+        for key in order:
+            current[key] = current.pop(key)
 
 
 def _noun(stored: object) -> str:

@@ -20,6 +20,8 @@ from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 from asymcheck.state.typed_values import TypedValue, build
 
 _T = TypeVar("_T")
+ABSENT = object()
+"""Stands for an item of a sequence outside of a selection."""
 _DIVISIBLE = ("defaultdict", "deque", "dataclass", "namedtuple")
 """Types of typed values of which a part can be selected."""
 _METADATA = "_metadata"
@@ -155,7 +157,7 @@ def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
 
     def make(leaf: object) -> object:
         if not isinstance(leaf, RowRef):
-            return leaf
+            return None if leaf is ABSENT else leaf
         value = tensors[leaf.row]
         if not leaf.as_array or not isinstance(value, torch.Tensor):
             return value
@@ -228,9 +230,6 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-_ABSENT = object()  # stands for a value outside of a selection
-
-
 def select(shape: object, pattern: str) -> object:
     """Keep only leaves whose dotted name matches a glob; containers that end up empty are dropped.
 
@@ -242,40 +241,42 @@ def select(shape: object, pattern: str) -> object:
     if pattern == "*":
         return shape
     kept = _select(shape, pattern, ())
-    if kept is _ABSENT:
+    if kept is ABSENT:
         raise no_match(pattern, [join_name((key,)) for key in shape] if isinstance(shape, dict) else [])
-    return kept
+    return map_leaves(kept, lambda leaf: None if leaf is ABSENT else leaf)
 
 
 def select_each(shapes: Sequence[object], pattern: str) -> list[object]:
     """Apply :func:`select` to the shapes of several ranks, and leave out ranks without a match.
 
+    Gaps in sequences become :data:`ABSENT`.
+
     Raises:
         InvalidInputError: no name matches.
     """
-    if len(shapes) == 1 or pattern == "*":
-        return [select(shape, pattern) for shape in shapes]
-    kept = [selected for shape in shapes if (selected := _select(shape, pattern, ())) is not _ABSENT]
+    if pattern == "*":
+        return [*shapes]
+    kept = [selected for shape in shapes if (selected := _select(shape, pattern, ())) is not ABSENT]
     return kept or [select(merge(shapes), pattern)]
 
 
 def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
     if isinstance(shape, dict):
         kept = {
-            key: value for key, item in shape.items() if (value := _select(item, pattern, (*path, key))) is not _ABSENT
+            key: value for key, item in shape.items() if (value := _select(item, pattern, (*path, key))) is not ABSENT
         }
         if not kept:
-            return _ABSENT
+            return ABSENT
         return like_mapping(shape, kept)
     if isinstance(shape, TypedValue):
         content = _select(shape.content, pattern, path)
-        if content is _ABSENT:
-            return _ABSENT
+        if content is ABSENT:
+            return ABSENT
         # Values of the other types are only valid as a whole.
         return dataclasses.replace(shape, content=content) if shape.kind in _DIVISIBLE else shape
     if type(shape) in (list, tuple):
         items = [_select(item, pattern, (*path, index)) for index, item in enumerate(shape)]  # type: ignore[arg-type, var-annotated]  # as above
-        if all(item is _ABSENT for item in items):
-            return _ABSENT
-        return type(shape)(None if item is _ABSENT else item for item in items)  # type: ignore[call-arg]  # as above
-    return shape if fnmatch.fnmatchcase(join_name(path), pattern) else _ABSENT
+        if all(item is ABSENT for item in items):
+            return ABSENT
+        return type(shape)(items)  # type: ignore[call-arg]  # as above
+    return shape if fnmatch.fnmatchcase(join_name(path), pattern) else ABSENT

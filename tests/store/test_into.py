@@ -1,6 +1,6 @@
 """Test restores in place: the same objects and memory, with the stored values."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,24 @@ def test_nested_states_keep_their_objects(store: Store) -> None:
     assert list(into) == ["epoch", "model", "history", "pair"]
     assert_same(into["model"], OrderedDict(w=stored["model"]["w"]))  # type: ignore[index]  # a mapping, as written above
     assert_same([into["history"], into["pair"], into["epoch"]], [stored["history"], stored["pair"], 7])
+
+
+def test_entries_of_a_mapping_get_their_stored_order(store: Store) -> None:
+    """Test a cache whose oldest entry is the first one."""
+    store.save({"cache": OrderedDict(b=torch.ones(2), a=1, c=2)}, step=1)
+    cache: OrderedDict[str, object] = OrderedDict(a=0, c=0, b=torch.zeros(2))
+    store.load(into={"cache": cache})
+    assert_same(cache, OrderedDict(b=torch.ones(2), a=1, c=2))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_items_outside_of_a_selection_are_not_replaced(store: Store, kind: type) -> None:
+    """Test plain values beside a selected tensor. They became None."""
+    store.save({"x": kind([torch.ones(3), 5])}, step=1)
+    into: dict[str, Any] = {"x": kind([torch.zeros(3), 7])}
+    with pytest.raises(StateMismatchError, match=r"x\.1: is not in the checkpoint, or not in the selection 'x\.0'"):
+        store.load(into=into, tensors="x.0")
+    assert_same([*into["x"]], [torch.zeros(3), 7])
 
 
 def test_a_missing_value_is_created(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -571,7 +572,7 @@ def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any], unconverted: Container[int]) -> None:
-    """Set state of an optimizer that torch changed: strings, and tensors of another dtype than their parameter.
+    """Set state of an optimizer that torch changed: strings, containers, and tensors of another dtype.
 
     ``unconverted`` has the ids of parameters with the dtype of the checkpoint. If a parameter has got another dtype,
     torch gives its state this dtype, too.
@@ -588,15 +589,18 @@ def _undo_casts(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any], u
 
 
 def _uncast(stored: Any, loaded: Any, keep_dtypes: bool) -> Any:  # noqa: ANN401, FBT001 - any value of an optimizer
-    """Return a loaded value with the strings of the stored value, and with its dtypes if they are to be kept."""
+    """Return a loaded value with the stored strings and containers, and with its dtypes if they are to be kept."""
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return stored.to(loaded.device) if keep_dtypes and stored.dtype != loaded.dtype else loaded
     if type(stored) is str:
         return stored
     if isinstance(stored, dict) and isinstance(loaded, dict):
-        return {key: _uncast(stored.get(key), value, keep_dtypes) for key, value in loaded.items()}
-    if type(stored) in (list, tuple) and _is_like(stored, loaded):
-        return type(stored)(_uncast(*pair, keep_dtypes) for pair in zip(stored, loaded, strict=True))
+        mapping = stored.copy()
+        mapping.update({key: _uncast(stored.get(key), value, keep_dtypes) for key, value in loaded.items()})
+        return mapping
+    if type(stored) in (list, tuple, deque) and _is_like(stored, loaded):
+        items = [_uncast(*pair, keep_dtypes) for pair in zip(stored, loaded, strict=True)]
+        return deque(items, stored.maxlen) if isinstance(stored, deque) else type(stored)(items)
     return loaded
 
 

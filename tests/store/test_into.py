@@ -1,6 +1,6 @@
 """Test restores in place: the same objects and memory, with the stored values."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -230,16 +230,18 @@ def test_arrays_and_tensors_of_the_same_memory_are_filled(store: Store) -> None:
         assert_same(memory, values)
 
 
-def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None:
-    """Test strings, of which torch makes the text of a generator object."""
+def test_strings_and_containers_in_the_state_of_an_optimizer_are_restored(store: Store) -> None:
+    """Test strings, of which torch makes the text of a generator object, and limits of containers, which it drops."""
     model = torch.nn.Linear(3, 2)
     optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    optimizer.state[model.bias]["kind"] = "bias"
+    values = {"kind": "bias", "recent": deque([torch.ones(1)], 3), "counts": defaultdict(int, x=1)}
+    optimizer.state[model.bias].update(values)
     store.save({"optimizer": optimizer}, step=1)
     store.load(into={"optimizer": fresh})
-    assert fresh.state[model.bias]["kind"] == "bias"
+    restored = fresh.state[model.bias]
+    assert (restored["kind"], restored["recent"].maxlen, restored["counts"].default_factory) == ("bias", 3, int)
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 

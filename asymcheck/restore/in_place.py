@@ -54,6 +54,7 @@ from asymcheck.state.typed_values import (
     with_class,
     without_class,
 )
+from asymcheck.state.walk import is_to_be_called
 from asymcheck.state.zero_redundancy import local_part, share_options
 from asymcheck.types import Stateful
 
@@ -292,13 +293,13 @@ class InPlaceFill:
             self._check_members(found, path)
         contents = [value.content for value in stored if isinstance(value, TypedValue) and value.kind == found.kind]
         items = parts.content
+        # Objects are never replaced, because only their state is stored.
+        may_move = parts.kind == "deque" and not any(map(is_to_be_called, items))
         # A set, an Enum member or a nested tensor is restored as a whole, and a deque of another length, too.
-        is_whole = parts.kind in ("set", "enum", "nested-tensor") or (
-            isinstance(items, list) and not _is_like(items, contents[0])
-        )
+        is_whole = parts.kind in ("set", "enum", "nested-tensor") or (may_move and not _is_like(items, contents[0]))
         problems = len(self._problems)
         make = None if is_whole else self._match(items, contents, path)
-        if make is None or (self._grows and parts.kind == "deque" and len(self._problems) > problems):
+        if make is None or (self._grows and may_move and len(self._problems) > problems):
             # In a training, the items of a deque move, so that two items at one place may differ in type or shape.
             del self._problems[problems:]
             make = self._made(self._created_from(contents), path)
@@ -515,10 +516,11 @@ class InPlaceFill:
             advice = "; give None to create it" if value is not None and path else ""
             return self._refuse(path, f"{given} is given, but {kept} is stored{advice}")
         is_plain = all(map(_is_plain, current))
-        if not is_plain and len(current) > len(value):
+        surplus = len(current) - len(value)
+        if (not is_plain and surplus > 0) or (surplus < 0 and any(map(is_to_be_called, current))):
             problem = f"a list of {len(current)} is given, but a list of {len(value)} is stored"
-            surplus = len(current) - len(value)
-            return self._refuse(path, f"{problem}; remove the last {surplus} before the restore")
+            advice = f"remove the last {surplus}" if surplus > 0 else f"append {-surplus}"
+            return self._refuse(path, f"{problem}; {advice} before the restore")
         kept_items = 0 if is_plain else len(current)
         alike = [item[:kept_items] for item in stored if isinstance(item, list) and _is_like(item, value)]
         fill = self._match_sequence(current, alike, path) if kept_items else None

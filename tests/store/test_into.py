@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Store
+from asymcheck import Checkpointer, Store
 from asymcheck.errors import (
     InvalidInputError,
     StateDifferenceWarning,
@@ -131,6 +131,15 @@ def test_items_outside_of_a_selection_are_not_replaced(store: Store, kind: type)
     with pytest.raises(StateMismatchError, match=r"x\.1: is not in the checkpoint, or not in the selection 'x\.0'"):
         store.load(into=into, tensors="x.0")
     assert_same([*into["x"]], [torch.zeros(3), 7])
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_objects_in_a_sequence_are_not_replaced_by_their_state(store: Store, kind: type) -> None:
+    """Test fewer modules than stored. Of the others, only the state is known."""
+    store.save({"models": kind([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])}, step=1)
+    state = {"models": kind([torch.nn.Linear(2, 2)])}
+    with Checkpointer(store, state) as checkpointer, pytest.raises(StateMismatchError, match="append 1 before"):
+        checkpointer.restore()
 
 
 def test_a_missing_value_is_created(store: Store) -> None:

@@ -45,6 +45,8 @@ class CheckpointCache:
         self._heads: list[int] | None = None
         self._line: Lineage | None = None
         self._present: Lineage | None = None
+        self.unread: dict[str, str] = {}
+        """Save ids of checkpoints whose metrics the last refresh could not read, with the reasons."""
 
     def refresh(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first.
@@ -61,7 +63,10 @@ class CheckpointCache:
             self._listings = {listing.ref: listing for listing in manifests.checkpoints(self._run)}
         line = self._present = self._present_line()
         complete = [ref for ref, listing in self._listings.items() if listing.is_complete]
-        self._described = {ref: self._described.get(ref) or self._describe(ref) for ref in complete}
+        # A failed read may succeed now.
+        known = {ref: one for ref, one in self._described.items() if one.save_id not in self.unread}
+        self.unread = {}
+        self._described = {ref: known.get(ref) or self._describe(ref) for ref in complete}
         return [
             dataclasses.replace(checkpoint, on_line=None if line is None else ref in line)
             for ref, checkpoint in self._described.items()
@@ -97,6 +102,8 @@ class CheckpointCache:
             read = result_or_error(read_manifests, self._tier, listing)
             # A damaged or deleted checkpoint raises when it is copied.
             manifests = [] if isinstance(read, AsymcheckError) else read
+            if isinstance(read, StorageError):
+                self.unread[ref.save_id.hex()] = f"its metrics are unknown: {read}"
         return describe_by(listing, manifests, None)
 
     def _present_line(self) -> Lineage | None:

@@ -199,10 +199,10 @@ class RemotePruner:
             RemoteUnreachableError, StorageError: the location failed.
         """
         checkpoints = self._known.refresh()
-        verdicts = choose_kept(self._retention, checkpoints, now_ns)
+        verdicts = choose_kept(self._retention, checkpoints, now_ns, self._known.unread)
         if not all(verdict.stays for verdict in verdicts):
-            newest = newest_consistent(self._remote, checkpoints, self._known.listing)
-            verdicts = choose_kept(self._retention, checkpoints, now_ns, newest)
+            held = {**self._known.unread, **newest_consistent(self._remote, checkpoints, self._known.listing)}
+            verdicts = choose_kept(self._retention, checkpoints, now_ns, held)
         deleted = [verdict.checkpoint for verdict in verdicts if not verdict.stays]
         for checkpoint in deleted:
             self._remote.manifests.remove(self._run, checkpoint.ref)

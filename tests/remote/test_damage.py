@@ -6,14 +6,17 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from asymcheck import Store
+from asymcheck import Retention, Store
 from asymcheck.errors import HeadRecordError, InconsistentCheckpointError, SkippedCheckpointWarning
 from asymcheck.fsck.verify import Severity
+from asymcheck.replication.collect_remote import RemotePruner
+from asymcheck.storage.remote import RemoteTier
 from asymcheck.storage.remote.client_interface import Readable
 from asymcheck.storage.remote.clients import _LocalClient
 from asymcheck.storage.remote.location import parse_location
@@ -102,6 +105,26 @@ def test_packs_that_cannot_be_read_stop_no_push_and_no_collection(
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     check_location(folder, 1, 2)
+
+
+def test_best_checkpoint_stays_while_its_metrics_cannot_be_read(
+    store_path: Path, folder: str, unreadable: set[int]
+) -> None:
+    """Test a mounted file system that fails for a moment, while a training deletes old checkpoints there."""
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        for step, loss in ((1, 0.0), (2, 2.0), (3, 1.0)):
+            store.save(state_of(step), step=step, metrics={"loss": loss})
+            store.push(folder, step)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    best = remote.manifests.checkpoints("default")[0]
+    manifest = remote.manifests.directory("default", best.ref) / str(best.manifests[0])
+    unreadable.add(os.stat(manifest).st_ino)
+    pruner = RemotePruner(remote, "default", Retention(keep_last=1, keep_best=("loss", 1)))
+    assert [checkpoint.step for checkpoint in pruner.prune(time.time_ns())] == [2]
+    unreadable.clear()
+    assert pruner.prune(time.time_ns()) == []
+    remote.close()
+    check_location(folder, 1, 3)
 
 
 @pytest.mark.slow(quick=["file-flipped"], long=["hdfs-[!c]*"])

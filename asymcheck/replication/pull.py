@@ -24,6 +24,8 @@ from asymcheck.errors import (
     RemoteUnreachableError,
     StorageError,
     TooManyFilesError,
+    UnsupportedFormatError,
+    result_or_error,
 )
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import Manifest, encode
@@ -31,7 +33,7 @@ from asymcheck.replication.head_records import pull_heads
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.frame_reader import fetch
 from asymcheck.restore.partition_locator import PartitionLocator
-from asymcheck.restore.resolve import read_manifests
+from asymcheck.restore.resolve import read_manifests, resolve_one
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
@@ -69,7 +71,7 @@ def pull(
     progress: Progress | None = None,
     selection: Selection | None = None,
 ) -> Moved:
-    """Copy checkpoints into a store, and verify every byte; skip checkpoints that the store already has.
+    """Copy checkpoints into a store, and verify every byte; skip checkpoints that are whole there.
 
     A checkpoint that cannot be copied does not stop the others, and raises at the end. ``progress`` is called with the
     plain bytes read and to be read, for the current checkpoint. With ``selection``, only some tensors are copied.
@@ -88,7 +90,8 @@ def pull(
     def copy(listing: CheckpointFiles) -> None:
         run, ref = (listing.run, listing.ref) if selection is None else (selection.run, selection.ref(listing))
         # With one store per node, this store may have only the part of its node.
-        if local.manifests.listing(run, ref).is_whole:
+        present = local.manifests.listing(run, ref)
+        if present.is_whole and _has_packs(local, present):
             moved.present += 1
             return
         if selection is None:
@@ -106,6 +109,15 @@ def pull(
     if failed:
         raise _failure(failed, len(listings), remote)
     return moved
+
+
+def _has_packs(local: NvmeTier, listing: CheckpointFiles) -> bool:
+    """Tell whether the manifests of a checkpoint are intact and all its partitions are in packs."""
+    found = result_or_error(resolve_one, local, listing)
+    if isinstance(found, AsymcheckError):
+        return isinstance(found, UnsupportedFormatError)
+    found.sources.close()
+    return True
 
 
 def each(

@@ -192,6 +192,17 @@ def test_unavailable_data_does_not_stop_a_pull(broken_location: Path, folder: st
         check_state(opened.load(3), 3)
 
 
+@pytest.mark.parametrize("lose", [lose_packs, damage_manifest])
+def test_pull_fetches_lost_local_data_again(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
+    """Test that a pull does not report a checkpoint as present whose packs or manifests are lost."""
+    lose(pushed)
+    with Store.open(pushed, config=CONFIG) as opened:
+        assert len(opened.pull(folder, everything=True).committed) == (2 if lose is lose_packs else 1)
+        check_state(opened.load(), 2)
+        check_state(opened.load(1), 1)
+        assert opened.pull(folder, everything=True).present == 2
+
+
 def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_path: Path) -> None:
     """Test that the pull asks for no further checkpoint, because each request may take a deadline."""
     asked: list[str] = []

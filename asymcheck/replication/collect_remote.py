@@ -94,11 +94,16 @@ class RemoteSweep:
         return self.result
 
     def _remove_temporaries(self) -> None:
-        for entry in self._remote.temporaries():
-            if entry.is_older(self._before_ns):
-                self.result.removed_temporaries += 1
-                if not self.dry_run:
-                    self._remote.files.delete(entry.path)
+        temporaries, folders = self._remote.unfinished()
+        old = [entry for entry in temporaries if entry.is_older(self._before_ns)]
+        self.result.removed_temporaries = len(old)
+        if self.dry_run:
+            return
+        for entry in old:
+            self._remote.files.delete(entry.path)
+        for folder in folders:
+            if folder.is_older(self._before_ns):
+                self._remote.files.delete_empty(folder.path)
 
     def _find_garbage(self) -> None:
         # Packs are listed before manifests: an upload that commits later checks its packs again.

@@ -19,7 +19,7 @@ from asymcheck.gc.collect import Collected
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.types import PackId
+from asymcheck.types import CheckpointRef, PackId, SaveId
 from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of
 
 DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
@@ -161,6 +161,24 @@ def test_indexes_of_removed_packs_are_forgotten(pushed: Path, folder: str) -> No
     assert len(remote.pack_ids()) == len(left)
     assert held - set(remote._indexes) == {layout.parse_pack_name(gone.name)}
     remote.close()
+
+
+@pytest.mark.parametrize("names", [["1" * 32 + ".tmp"], []], ids=["killed push", "killed deletion"])
+def test_folders_of_killed_pushes_and_deletions_are_removed(pushed: Path, folder: str, names: list[str]) -> None:
+    """Test that a verification has nothing to report afterwards."""
+    manifests = Path(folder.removeprefix("file://"), "manifests", "default")
+    left = manifests / layout.checkpoint_name(CheckpointRef(1, 3, SaveId(bytes(16))))
+    left.mkdir()
+    for name in names:
+        (left / name).write_bytes(b"half")
+    with Store.open(folder, config=CONFIG) as remote:
+        remote.gc()
+        assert left.exists()
+        age(folder)
+        assert remote.gc().removed_temporaries == len(names)
+        assert remote.verify() == []
+    assert not left.exists()
+    check_location(folder, 1, 2)
 
 
 def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

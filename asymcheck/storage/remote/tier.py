@@ -334,18 +334,19 @@ class RemoteTier(StoreTier):
         files = self.list_packs().lasting
         return len(files), sum(entry.size for entry in files.values()), 0, 0
 
-    def temporaries(self) -> list[Entry]:
-        """Return the temporary files of running and killed uploads."""
-        return [
-            entry
-            for entry in self.files.walk(self._top, recursive=True)
-            if entry.is_file and entry.path.name.endswith(layout.TEMPORARY)
-        ]
+    def unfinished(self) -> tuple[list[Entry], list[Entry]]:
+        """Return temporary files of running and killed uploads, and folders of checkpoints without other files."""
+        entries = self.files.walk(self._top, recursive=True)
+        files = [entry for entry in entries if entry.is_file]
+        temporaries = [entry for entry in files if entry.path.name.endswith(layout.TEMPORARY)]
+        used = {entry.path.parent for entry in files if not entry.path.name.endswith(layout.TEMPORARY)}
+        named = [entry for entry in entries if layout.parse_checkpoint_name(entry.path.name) is not None]
+        return temporaries, [entry for entry in named if not entry.is_file and entry.path not in used]
 
     def leftovers(self) -> list[str]:
         """Return the paths, relative to the location, of temporary files older than the grace period."""
         before_ns = time.time_ns() - int(self.config.remote.grace_s * 1e9)
-        return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.is_older(before_ns)]
+        return [str(entry.path.relative_to(self._top)) for entry in self.unfinished()[0] if entry.is_older(before_ns)]
 
     def foreign(self) -> list[str]:
         """Return the paths, relative to the location, of files that do not belong to the location."""

@@ -246,7 +246,9 @@ class BackgroundPush:
             return
         self.start()
         if self._is_open and (self._lease.phase == "none" or self._lease.is_taken):
-            claim = LeaseClaim(Trainer.this(), store_id, os.urandom(16).hex(), takeover)
+            status = os.stat(self._job.store)
+            folder = f"{status.st_dev}:{status.st_ino}"
+            claim = LeaseClaim(Trainer.this(), store_id, folder, os.urandom(16).hex(), takeover)
             with self._turn:
                 self._lease = LeaseStatus("undecided", claim.token)
                 self._ask(claim=claim)

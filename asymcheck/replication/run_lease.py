@@ -35,6 +35,8 @@ class LeaseClaim:
     """The process that trains. Another process may push, and renew the lease."""
     store_id: str
     """Id of the store of the training, in hexadecimal digits."""
+    folder: str
+    """Device and inode of the directory of the store. A copy of the store has the same id in another directory."""
     token: str
     """Random name of this claim."""
     takeover: bool
@@ -86,17 +88,18 @@ class _Lease(NamedTuple):
 
     trainer: Trainer | None
     token: str
-    store_id: str
+    store: tuple[str, str]  # id and folder
     last_step: int | None
 
     @classmethod
     def decode(cls, data: bytes | None) -> _Lease:
         trainer = Trainer.decode(data)
         if trainer is None:
-            return cls(None, "", "", None)
+            return cls(None, "", ("", ""), None)
         entry = json.loads(data or b"")
         step = entry.get("last_step")
-        return cls(trainer, str(entry.get("token")), str(entry.get("store_id")), step if type(step) is int else None)
+        store = str(entry.get("store_id")), str(entry.get("folder"))
+        return cls(trainer, str(entry.get("token")), store, step if type(step) is int else None)
 
 
 class RunLease:
@@ -187,13 +190,14 @@ class RunLease:
         if trainer is None or not process_identity.is_of_this_boot(trainer.owner):
             return False
         # The claim follows the lock of the store, so a training of the same store has ended, and pushes the rest.
-        is_excluded = lease.store_id == claim.store_id or trainer.owner == claim.trainer.owner
+        is_excluded = lease.store == (claim.store_id, claim.folder) or trainer.owner == claim.trainer.owner
         return is_excluded or process_identity.is_dead(trainer.owner)
 
     def _publish(self, files: RemoteFiles, number: int, older: list[int]) -> None:
         """Publish a lease. If another training has published this number, the next look finds it."""
-        facts = {"run": self._run, "store_id": self._claim.store_id, "token": self._claim.token}
-        data = self._claim.trainer.encode(**facts, last_step=self._last_step())
+        claim = self._claim
+        facts = {"run": self._run, "store_id": claim.store_id, "folder": claim.folder, "token": claim.token}
+        data = claim.trainer.encode(**facts, last_step=self._last_step())
         path = self._folder(files) / layout.lease_name(number)
         # A process may be stopped during the upload, so the time before the upload counts.
         began = time.monotonic()

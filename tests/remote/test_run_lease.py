@@ -23,6 +23,7 @@ from asymcheck.replication import background_push
 from asymcheck.replication.push_loop import PushLoop
 from asymcheck.replication.push_status import PushJob, PushRequest
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus, RunLease
+from asymcheck.storage import process_identity
 from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.storage.remote import parse_location
 from tests.remote.conftest import CONFIG, REMOTE, check_state, children_of, config
@@ -35,6 +36,13 @@ _HERE = Trainer.this()
 _ELSEWHERE = dataclasses.replace(
     _HERE, owner=dataclasses.replace(_HERE.owner, pid=77, boot_id="another boot"), host="another-host"
 )
+_PARENT = dataclasses.replace(
+    _HERE,
+    owner=dataclasses.replace(
+        _HERE.owner, pid=os.getppid(), start_ticks=process_identity._start_ticks(os.getppid()) or 0
+    ),
+)
+"""Trainer that is another living process."""
 _ENDED = dataclasses.replace(_HERE, owner=dataclasses.replace(_HERE.owner, pid=2**22 + 1))
 
 
@@ -60,11 +68,12 @@ def _holder(
     store: str = "a",
     lease_s: float = _LONG_S,
     *,
+    folder: str = "1:2",
     takeover: bool = False,
     was_held: bool = False,
 ) -> Iterator[_Holder]:
     states: list[LeaseStatus] = []
-    claim = LeaseClaim(trainer, store, os.urandom(4).hex(), takeover, was_held)
+    claim = LeaseClaim(trainer, store, folder, os.urandom(4).hex(), takeover, was_held)
     configuration = dataclasses.replace(REMOTE, lease_s=lease_s)
     lease = RunLease(parse_location(location), configuration, "default", claim, lambda: 7, states.append)
     try:
@@ -85,7 +94,7 @@ def _leave(location: str, trainer: Trainer, content: bytes | None = None) -> Pat
     folder = Path(location.removeprefix("file://")) / layout.LOCKS / "default"
     folder.mkdir(parents=True)
     lease = folder / layout.lease_name(5)
-    facts = {"run": "default", "store_id": "b", "token": "t", "last_step": 3}
+    facts = {"run": "default", "store_id": "b", "folder": "1:2", "token": "t", "last_step": 3}
     lease.write_bytes(trainer.encode(**facts) if content is None else content)
     return lease
 
@@ -127,11 +136,17 @@ def test_lease_of_this_process_or_of_a_dead_one_is_replaced_at_once(folder: str,
 
 def test_lease_of_the_same_store_is_replaced_at_once(folder: str) -> None:
     """Test a training that has released its store, and still pushes: the lock of the store decides."""
-    parent = dataclasses.replace(_HERE, owner=dataclasses.replace(_HERE.owner, pid=os.getppid()))
-    _leave(folder, parent)
+    _leave(folder, _PARENT)
     with _holder(folder, store="b") as holder:
         holder.wait_for("held")
         assert holder.phases == ["held"]
+
+
+def test_training_of_a_copy_of_the_store_is_refused(folder: str) -> None:
+    """Test a store that was copied on its machine: each copy has its own lock, so both trainings can run."""
+    _leave(folder, _PARENT)
+    with _holder(folder, store="b", folder="1:3") as holder:
+        holder.wait_for("watching")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +273,7 @@ def test_nothing_is_pushed_while_another_training_has_the_lease(store: Path, fol
     _leave(folder, _ENDED)
     with _holder(folder, _ELSEWHERE, lease_s=_SHORT_S) as holder, Store.open(store, config=CONFIG) as opened:
         holder.wait_for("held")
-        claim = LeaseClaim(_HERE, "a", "mine", takeover=False)
+        claim = LeaseClaim(_HERE, "a", "1:2", "mine", takeover=False)
         push = Push(folder, every=1)
         job = PushJob(str(store), config(lease_s=_LONG_S), push, "default", poll_s=1.0, prunes=False)
         loop = PushLoop(opened.resources.tier, job)

@@ -119,7 +119,8 @@ class _HdfsClient(FileSystem):
         self._client.rename(source, target)
 
     def delete(self, path: str) -> None:
-        self._client.delete(path)
+        if not self._client.delete(path):
+            self._client.get_file_info(path)  # raises FileNotFoundError
 
     def delete_empty(self, path: str) -> None:
         try:

@@ -181,6 +181,22 @@ def test_folders_of_killed_pushes_and_deletions_are_removed(pushed: Path, folder
     check_location(folder, 1, 2)
 
 
+def test_files_of_the_user_stay(pushed: Path, folder: str, tmp_path: Path) -> None:
+    """Test temporary files in a folder beside those of the location, and behind a link."""
+    top, elsewhere = Path(folder.removeprefix("file://")), tmp_path / "elsewhere"
+    for place in (top / "notes", elsewhere):
+        place.mkdir()
+        (place / "mine.tmp").write_bytes(b"important")
+    (top / "link").symlink_to(elsewhere)
+    age(folder)
+    os.utime(elsewhere / "mine.tmp", (0, 0))
+    with Store.open(folder, config=CONFIG) as remote:
+        assert {one.kind for one in remote.verify()} == {"foreign-file"}
+        assert remote.gc().removed_temporaries == 0
+    assert (elsewhere / "mine.tmp").exists()
+    assert (top / "notes" / "mine.tmp").exists()
+
+
 def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that without modification times, every file may belong to a push in progress."""
     with Store.open(store, config=CONFIG, create=True) as opened:

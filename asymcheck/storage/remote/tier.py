@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import threading
 import time
@@ -46,6 +47,7 @@ from asymcheck.types import PackId
 
 _T = TypeVar("_T")
 
+_FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS)
 _PREFIXES_MAX = 8
 """Maximum number of listings by prefix; for more prefixes, all packs are listed."""
 
@@ -122,11 +124,10 @@ class RemoteTier(StoreTier):
 
     def _without_descriptor(self, *, create: bool) -> bytes:
         """Return the descriptor of a location that seemed to have none. With ``create``, create an empty location."""
-        folders = (layout.HEADS, layout.MANIFESTS, layout.PACKS)
         # Empty folders stay where objects or files were removed by a pattern, and hold nothing that could be lost.
         kept = [
             name
-            for name in folders
+            for name in _FOLDERS
             if any(entry.is_file for entry in self.files.walk(self._top / name, recursive=True))
         ]
         if kept:
@@ -160,7 +161,7 @@ class RemoteTier(StoreTier):
             raise lost_location(self.location)
 
     def _create(self) -> bytes:
-        for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):
+        for name in _FOLDERS:
             self.files.make_directory(self._top / name)
         self._check_puts()
         data = encode_descriptor(Descriptor(os.urandom(16), time.time_ns(), WRITER, layout=REMOTE_LAYOUT))
@@ -336,7 +337,9 @@ class RemoteTier(StoreTier):
 
     def unfinished(self) -> tuple[list[Entry], list[Entry]]:
         """Return temporary files of running and killed uploads, and folders of checkpoints without other files."""
-        entries = self.files.walk(self._top, recursive=True)
+        # Other folders belong to the user, and may be links to anywhere.
+        below = [self.files.walk(self._top / name, recursive=True) for name in (*_FOLDERS, layout.LOCKS)]
+        entries = list(itertools.chain(self.files.walk(self._top), *below))
         files = [entry for entry in entries if entry.is_file]
         temporaries = [entry for entry in files if entry.path.name.endswith(layout.TEMPORARY)]
         used = {entry.path.parent for entry in files if not entry.path.name.endswith(layout.TEMPORARY)}

@@ -134,10 +134,10 @@ def _open_when_created(store: str, config: StoreConfig) -> Store:
 
 def _follow_loop(loop: PushLoop, progress: Progress) -> None:
     """Run a push loop until a signal, and report each upload and each new problem on standard error."""
-    shown, problem = 0, ""
+    shown, problem, is_ending = 0, "", False
 
     def tick(status: PushStatus) -> None:
-        nonlocal shown, problem
+        nonlocal shown, problem, is_ending
         now = status.statistics
         new = status.intervals_since(shown)
         shown = status.traced
@@ -146,9 +146,13 @@ def _follow_loop(loop: PushLoop, progress: Progress) -> None:
             speed = output.size(round(sent / max(upload.seconds, 1e-3)))
             took = f"{output.size(sent)} in {upload.seconds:.1f} s, {speed}/s"
             output.note(f"sent step {upload.detail['step']}: {took}; {output.count(now.backlog, 'checkpoint')} waiting")
+        if loop.is_ending and not is_ending and now.sending_step is not None:
+            is_ending = True
+            output.note(f"ending after the upload of step {now.sending_step}; a second signal cancels the upload")
         if now.problem != problem:
             problem = now.problem
-            output.note(f"{problem}; trying again" if problem else "the push works again")
+            remedy = "the next push sends the rest" if loop.is_ending else "trying again"
+            output.note(f"{problem}; {remedy}" if problem else "the push works again")
         if now.sending_step is not None:
             progress(now.done_bytes, now.total_bytes)
 

@@ -112,7 +112,8 @@ class PushLoop:
         self._failure = job.before.failure
         self._prune_failure: Failure | None = None
         self._ended: Interval | None = None
-        self._is_ending = False
+        # Whether no further upload begins.
+        self.is_ending = False
         # Time on the monotonic clock after which no upload goes on.
         self._cancelled_at = math.inf
         # Checkpoint whose upload is to be cancelled.
@@ -154,9 +155,9 @@ class PushLoop:
 
         The lease is not renewed any more, and ends by itself.
         """
-        if self._is_ending:
+        if self.is_ending:
             self._cancelled_at = min(self._cancelled_at, time.monotonic())
-        self._is_ending = True
+        self.is_ending = True
         if self._lease is not None:
             self._lease.abandon()
         self._change()
@@ -213,7 +214,7 @@ class PushLoop:
     def run(self) -> None:
         """Push until the request of the training, or :meth:`end`, ends the loop."""
         try:
-            while not self._request.is_closing and not self._is_ending:
+            while not self._request.is_closing and not self.is_ending:
                 before = self._request
                 self._pause(before, is_well=self._round())
             # The last checkpoints may have become durable in the meantime.
@@ -231,7 +232,7 @@ class PushLoop:
             now = self._request
             # A commit does not end the pause after a failure: an unreachable location is not tried at every step.
             is_commit = is_well and now is not before
-            return is_commit or now.waits > before.waits or now.is_closing or self._is_ending
+            return is_commit or now.waits > before.waits or now.is_closing or self.is_ending
 
         with self._turn:
             self._turn.wait_for(is_wanted, self._job.poll_s if is_well else RETRY_S)
@@ -243,7 +244,7 @@ class PushLoop:
         failed = False
         try:
             self._await_turn()
-            while not self._is_ending and ((checkpoint := self._next(tried)) or self._unverified):
+            while not self.is_ending and ((checkpoint := self._next(tried)) or self._unverified):
                 if self._remote is None:
                     self._remote = self._connect()
                     self._change(is_connected=True)
@@ -252,7 +253,7 @@ class PushLoop:
                 else:
                     tried.add(checkpoint.save_id)
                     failed |= not self._try(self._remote, checkpoint)
-            if self._remote is not None and not self._is_ending:
+            if self._remote is not None and not self.is_ending:
                 self._push_heads(self._remote)
                 self._parts.refresh(self._remote)
         except Exception as error:  # noqa: BLE001 - training must go on; the statistics report the error
@@ -276,7 +277,7 @@ class PushLoop:
     def _await_turn(self) -> None:
         """Wait until it is known whether another training has the lease of the run; raise if so."""
         self._check()
-        while not self._status.lease.is_decided and not self._is_ending:
+        while not self._status.lease.is_decided and not self.is_ending:
             with self._turn:
                 self._turn.wait(_WAIT_S)
             self._check()
@@ -408,7 +409,7 @@ class PushLoop:
         """Verify that listed checkpoints are whole. Checkpoints that are not whole become due again."""
         present = RemotePresence(remote)
         present.expect(self._unverified.values())
-        while self._unverified and not self._is_ending:
+        while self._unverified and not self.is_ending:
             save_id = next(iter(self._unverified))
             self._check()
             is_whole = present.has(self._unverified[save_id])
@@ -479,7 +480,7 @@ class PushLoop:
                 [listing],
                 note,
                 self._encoder,
-                lambda: self._is_ending,
+                lambda: self.is_ending,
                 lambda: self._request.is_alone,
             )
         return moved

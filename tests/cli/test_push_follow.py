@@ -96,8 +96,10 @@ def test_second_signal_cancels_the_upload(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        output, notes = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "0 checkpoints sent, 0 B in 0 packs\n")
+    assert notes.startswith("asymcheck: ending after the upload of step 1; a second signal cancels the upload\n")
+    assert "trying again" not in notes
     assert not list((tmp_path / "remote").rglob("*.manifest"))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asymcheck import Checkpointer, RngState, Store
@@ -80,3 +80,41 @@ def test_a_resumed_run_goes_on_with_the_next_sample(kind: str, tmp_path: Path) -
         pieces = [train(store, kind, stop) for stop in (2, 5, 8, 10**6)]
     assert [len(piece) for piece in pieces[:3]] == [3, 3, 3]
     assert [batch for piece in pieces for batch in piece] == whole
+
+
+def epochs(path: Path, ends: tuple[int, int], workers: int) -> list[list[int]]:
+    """Train as in docs/getting-started.md up to a place, an epoch and a number of batches; return the batches."""
+    rows = range(ROWS)
+    sampler: DistributedSampler[int] = DistributedSampler(rows, num_replicas=1, rank=0)  # type: ignore[arg-type]  # a range is enough
+    data = StatefulDataLoader(rows, batch_size=BATCH, sampler=sampler, generator=torch.Generator(), num_workers=workers)
+    progress = {"step": 0, "epoch": 0}
+    seen: list[list[int]] = []
+    with (
+        Store.open(path, create=True) as store,
+        Checkpointer(store, {"loader": data, "progress": progress}, every=100, save_on_exit=True) as checkpointer,
+    ):
+        checkpointer.restore()
+        for epoch in range(progress["epoch"], EPOCHS):
+            sampler.set_epoch(epoch)
+            for number, batch in enumerate(data):
+                seen.append(batch.tolist())
+                progress["step"] += 1
+                checkpointer.step(progress["step"])
+                if (epoch, number + 1) == ends:
+                    getattr(data._iterator, "_shutdown_workers", int)()
+                    return seen
+            progress["epoch"] = epoch + 1
+            if (epoch + 1, 0) == ends:
+                break
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ends", [(1, 0), (1, 1), (1, 5), (1, 6)])
+def test_a_resume_repeats_no_epoch(ends: tuple[int, int], workers: int, tmp_path: Path) -> None:
+    """Test checkpoints between two epochs, and after the first, the last but one and the last batch of an epoch."""
+    whole = epochs(tmp_path / "whole", (EPOCHS, 0), workers)
+    assert len(whole) == EPOCHS * -(-ROWS // BATCH)
+    parts = [epochs(tmp_path / "parts", end, workers) for end in (ends, (EPOCHS, 0))]
+    assert [batch for part in parts for batch in part] == whole

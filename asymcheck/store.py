@@ -42,7 +42,7 @@ from asymcheck.replication.pull import pull
 from asymcheck.replication.push import open_location, push
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
-from asymcheck.restore.resolve import available, check_run_exists
+from asymcheck.restore.resolve import available, check_run_exists, named_checkpoint
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_location
@@ -54,8 +54,8 @@ from asymcheck.validation import (
     check_glob,
     check_location,
     check_rank,
-    check_step,
     check_which,
+    metric_and_sign,
 )
 
 if TYPE_CHECKING:
@@ -294,29 +294,36 @@ class Store(contextlib.AbstractContextManager["Store"]):
             return self.resources.read(lambda source: load(source, run, step, wanted), is_newest=step is None)
 
     def delete(
-        self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None, dry_run: bool = False
+        self, step: int | str, *, run: str = DEFAULT_RUN, generation: int | None = None, dry_run: bool = False
     ) -> list[Checkpoint]:
-        """Delete the checkpoints of a step durably, and return them.
+        """Delete the checkpoints of a step, or one of them, durably, and return them.
 
         :meth:`gc` frees their space.
 
         Args:
-            step: the step.
+            step: the step; ``"save:"`` and the first digits of a save id select one of several saves of a step.
             run: name of the run.
             generation: the generation; None for all.
             dry_run: only return the checkpoints that would be deleted.
 
         Raises:
             CheckpointNotFoundError: the run has no such checkpoint.
+            InvalidInputError: several checkpoints match the digits, or ``step`` is ``best:METRIC``.
         """
         tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self.resources.writable()
         tier.check_usable()
-        step = check_step(step)
+        which = check_which(step)
         listed = tier.manifests.checkpoints(layout.check_run(run))
-        of_step = [listing for listing in listed if listing.ref.step == step]
+        if isinstance(which, str):
+            if metric_and_sign(which) is not None:
+                raise InvalidInputError(f"{which} may soon be another checkpoint; give the step or save id to delete")
+            of_step = [named_checkpoint(tier, run, which)]
+        else:
+            of_step = [listing for listing in listed if listing.ref.step == which]
         listings = [listing for listing in of_step if generation in (None, listing.ref.generation)]
         if not listings:
-            missing = f"store {self.location} has no checkpoint of step {step} of run {run!r}"
+            name = which if isinstance(which, str) else f"step {which}"
+            missing = f"store {self.location} has no checkpoint of {name} of run {run!r}"
             if of_step:
                 numbers = ", ".join(map(str, sorted({listing.ref.generation for listing in of_step})))
                 raise CheckpointNotFoundError(

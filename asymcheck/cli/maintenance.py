@@ -18,6 +18,7 @@ from asymcheck.cli.options import (
     open_existing,
     parse_age,
     parse_best,
+    parse_checkpoint,
     ring_folder_option,
     store_argument,
 )
@@ -147,15 +148,17 @@ def _summary(done: Collected, *, dry_run: bool) -> str:
 
 @command("Delete the checkpoints of a step.")
 @store_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", callback=parse_checkpoint)
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoints.")
 @click.option("--generation", type=int, help="Delete only in this generation [default: all generations].")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
-def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -> Report:
+def delete(store: str, step: int | str, run: str, generation: int | None, yes: bool) -> Report:
     """Delete the checkpoints of STEP from STORE permanently, after confirmation.
 
     Their disk space stays in use until 'asymcheck gc' frees it. Without confirmation, nothing is deleted and the
     status is 2.
+
+    If STEP is save:DIGITS, only the checkpoint whose save id begins with DIGITS is deleted (see 'asymcheck log').
     """
     with Store.open(store, read_only=True) as opened:
         chosen = opened.delete(step, run=run, generation=generation, dry_run=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Store, StoreConfig, events
-from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError, InvalidInputError
 from asymcheck.format.catalog_records import pin_key
 from asymcheck.gc.collect import Collected
 from asymcheck.storage.process_identity import this_process
@@ -65,6 +65,19 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
     assert [checkpoint.generation for checkpoint in store.checkpoints()] == [1, 3]
     assert [checkpoint.generation for checkpoint in store.delete(5)] == [1, 3]
     assert store.checkpoints() == []
+
+
+def test_one_save_of_a_step_can_be_deleted(store: Store) -> None:
+    """Test two saves of a step in one generation, as after two imports."""
+    first, second = (store.save(_state(seed), step=5) for seed in (1, 2))
+    with pytest.raises(CheckpointNotFoundError, match=f"save:{first.save_id} of run 'default' in generation 2"):
+        store.delete(f"save:{first.save_id}", generation=2)
+    with pytest.raises(InvalidInputError, match="matches 2 checkpoints"):
+        store.delete(f"save:{first.save_id[:6]}")
+    with pytest.raises(InvalidInputError, match="may soon be another"):
+        store.delete("best:loss")
+    assert [found.save_id for found in store.delete(f"save:{first.save_id[:-1]}")] == [first.save_id]
+    assert [found.save_id for found in store.checkpoints()] == [second.save_id]
 
 
 def test_dry_run_of_a_deletion_changes_nothing(store: Store) -> None:

@@ -80,7 +80,7 @@ def _check_goes_on(zygote: Zygote, folder: Path) -> None:
     assert after[-4:] == list(range(after[-4], after[-4] + 4))
 
 
-@pytest.mark.slow(quick=["files-13-limit of open files", "size-1-raise the limit of file sizes (ulimit -f)"])
+@pytest.mark.slow(quick=["files-13-limit of open files"])
 @pytest.mark.parametrize(
     ("limit", "value", "problem"),
     [

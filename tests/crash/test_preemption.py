@@ -52,7 +52,7 @@ def _status(child: Child, limit_s: float = GRACE_S) -> int:
     return child.wait()
 
 
-@pytest.mark.slow(quick=["0"])
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3), ids=str)
 def test_signal_at_a_random_moment_leaves_the_newest_step(zygote: Zygote, tmp_path: Path, number: int) -> None:
     """Test eight signals in a row, each to a restart of the training, which continues with the same bytes."""

@@ -46,6 +46,7 @@ def test_a_location_on_sftp(store: Path, server: LocalSftp, tmp_path: Path) -> N
     assert (tmp_path / "sftp" / "runs" / "a b" / "asymcheck.store").exists()
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_opened_again(store: Path, server: LocalSftp) -> None:
     """Test a server that restarts between two pushes, and a server that is away."""
     location = f"{server.url}/remote"
@@ -71,6 +72,7 @@ def test_a_lost_connection_is_opened_again(store: Path, server: LocalSftp) -> No
         assert len(remote.checkpoints()) == 2
 
 
+@pytest.mark.slow
 def test_a_password_comes_from_the_environment(store: Path, tmp_path: Path) -> None:
     """Test the variable that fsspec reads, and the error without it."""
     (tmp_path / "sftp").mkdir()
@@ -84,6 +86,7 @@ def test_a_password_comes_from_the_environment(store: Path, tmp_path: Path) -> N
     assert list((tmp_path / "sftp" / "remote" / "manifests").iterdir())
 
 
+@pytest.mark.slow
 def test_the_key_of_the_server_is_checked_on_request(store: Path, server: LocalSftp, tmp_path: Path) -> None:
     """Test the option of sshfs, with the key of this server and with that of another one."""
     (tmp_path / "sftp2").mkdir()

@@ -378,7 +378,7 @@ def test_clean_end_frees_the_run(tmp_path: Path, folder: str, zygote: Zygote) ->
     assert first.steps()[-1] < second.steps()[0]  # type: ignore[operator]  # both are steps
 
 
-@pytest.mark.slow(quick=["another machine"])
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["this machine", "same store", "another machine"])
 def test_killed_training_is_replaced(
     tmp_path: Path, folder: str, zygote: Zygote, where: str, caplog: pytest.LogCaptureFixture

@@ -51,7 +51,7 @@ def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     return trained[0], trained[1]["save"]
 
 
-@pytest.mark.slow(quick=["2"])
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_resumed_training_is_identical(trained: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int) -> None:

@@ -12,7 +12,6 @@ import torch
 from asymcheck.errors import (
     INCONCLUSIVE,
     AsymcheckError,
-    CheckpointNotFoundError,
     DamagedPartitionError,
     DigestMismatchError,
     FormatError,
@@ -33,14 +32,20 @@ from asymcheck.restore.assemble import Assembly, holds
 from asymcheck.restore.in_place import InPlaceFill
 from asymcheck.restore.read_plan import Demand, demands_of, execute, execute_in_memory, read_parts
 from asymcheck.restore.reshard import ShardSet, box_of
-from asymcheck.restore.resolve import Resolved, candidates, inconsistent, resolve_each, resolve_manifests
+from asymcheck.restore.resolve import (
+    LISTINGS_MAX,
+    Resolved,
+    candidates,
+    has_newer,
+    inconsistent,
+    resolve_each,
+    resolve_manifests,
+)
 from asymcheck.restore.state_template import with_tensors
 from asymcheck.state.shards import TensorShard
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import CheckpointRef, Digest
-
-_ATTEMPTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +102,11 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
         HeadRecordError: the newest checkpoint is unknown, because a head record is damaged or lost.
     """
     skipped: list[str] = []
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(LISTINGS_MAX):
         with timed("find", 0, lambda: {"run": run}):
             listings = candidates(tier, run, step)
         skipped.clear()
-        is_stale = _NewerCandidate(tier, run, step, listings) if attempt + 1 < _ATTEMPTS else None
+        is_stale = _NewerCandidate(tier, run, step, listings) if attempt + 1 < LISTINGS_MAX else None
         loaded = _first(tier, listings, skipped, read, fall_back=fall_back, is_stale=is_stale)
         if loaded is not None:
             return loaded
@@ -116,18 +121,16 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
 class _NewerCandidate:
     """Tells whether there is a candidate that a listing lacks. A candidate that was seen counts for ever.
 
-    A training may delete the checkpoints of a listing and save others, or complete the newest one (SPEC.md §A12). A
-    save that fails withdraws its manifest, but the other checkpoints of the listing may not have been read yet.
+    A save that fails withdraws its manifest, but the other checkpoints of the listing may not have been read yet.
     """
 
     def __init__(self, tier: ReadTier, run: str, step: int | str | None, listings: Sequence[CheckpointFiles]) -> None:
-        self._candidates, self._seen = partial(candidates, tier, run, step), frozenset(listings)
+        self._look = partial(has_newer, tier, run, step, frozenset(listings))
         self._is_found = False
 
     def __call__(self) -> bool:
         if not self._is_found:
-            with contextlib.suppress(CheckpointNotFoundError):
-                self._is_found = any(listing not in self._seen for listing in self._candidates())
+            self._is_found = self._look()
         return self._is_found
 
 

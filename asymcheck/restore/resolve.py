@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -35,6 +36,8 @@ from asymcheck.validation import metric_and_sign
 
 _T = TypeVar("_T")
 
+LISTINGS_MAX = 8
+"""Maximum number of listings of a reader that a training overtakes."""
 _SHOWN = 3
 _STEPS_SHOWN = 8
 _SAVES_SHOWN = 4
@@ -91,6 +94,16 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
     return matching
 
 
+def has_newer(tier: ReadTier, run: str, step: int | str | None, seen: Collection[CheckpointFiles]) -> bool:
+    """Tell whether there is a candidate that an earlier listing lacks.
+
+    A training may delete the checkpoints of a listing and save others, or complete the newest one (SPEC.md §A12).
+    """
+    with contextlib.suppress(CheckpointNotFoundError):
+        return any(listing not in seen for listing in candidates(tier, run, step))
+    return False
+
+
 def find_readable(tier: ReadTier, run: str, step: int | str | None) -> tuple[CheckpointFiles, list[Manifest]]:
     """Return the first candidate for a restore whose manifests are readable, and these manifests.
 
@@ -110,12 +123,19 @@ def first(tier: ReadTier, run: str, step: int | str | None, read: Callable[[Chec
 
     The error, if there is no such candidate, says that none can be ``action``, such as ``copied``.
     """
-    skipped: list[str] = []
-    for found in _each(candidates(tier, run, step), skipped, read):
-        for reason in skipped:
-            warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
-        return found
-    raise inconsistent(tier, run, step, skipped, action)
+    left = LISTINGS_MAX
+    while True:
+        listings, skipped = candidates(tier, run, step), list[str]()
+        found = next(_each(listings, skipped, read), None)
+        left -= 1
+        # List again before an older checkpoint is taken.
+        if not (skipped and left and has_newer(tier, run, step, frozenset(listings))):
+            break
+    if found is None:
+        raise inconsistent(tier, run, step, skipped, action)
+    for reason in skipped:
+        warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+    return found
 
 
 def inconsistent(

@@ -1,6 +1,6 @@
 """Test that a reader overtaken by deletions finds a checkpoint if one exists at every moment."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from asymcheck import Store, StoreConfig
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
-from asymcheck.restore import load
+from asymcheck.restore import load, resolve
 from asymcheck.restore.resolve import candidates
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.local_files import Files
@@ -64,10 +64,22 @@ def test_reader_takes_a_checkpoint_saved_meanwhile(trainer: Store, times: int) -
     assert restored.skipped == ()
 
 
-def test_a_reader_that_is_overtaken_for_ever_gives_up(trainer: Store) -> None:
+def _pushed(reader: Store) -> int:
+    (name,) = reader.push(f"{reader.path.absolute().as_uri()}-copy").committed
+    return int(name.split()[3])
+
+
+@pytest.mark.parametrize("use", [lambda reader: reader.tensors()[0].step, _pushed], ids=["tensors", "push"])
+def test_a_list_or_a_push_takes_a_checkpoint_saved_meanwhile(trainer: Store, use: Callable[[Store], int]) -> None:
+    """Test that the newest checkpoint is listed or pushed, without a warning, after all listed ones are gone."""
+    assert use(_reader(trainer, Overtaken(trainer, 3))) == 4
+
+
+@pytest.mark.parametrize("use", [Store.restore, Store.tensors])
+def test_a_reader_that_is_overtaken_for_ever_gives_up(trainer: Store, use: Callable[[Store], object]) -> None:
     """Test that the error has the reasons of the last attempt."""
     with pytest.raises(InconsistentCheckpointError, match=r"is gone|was deleted"):
-        _reader(trainer, Overtaken(trainer, 1000)).restore()
+        use(_reader(trainer, Overtaken(trainer, 1000)))
 
 
 def test_a_reader_of_one_step_is_not_given_another(trainer: Store) -> None:
@@ -129,5 +141,6 @@ def test_a_checkpoint_that_was_withdrawn_hides_no_other(trainer: Store, monkeypa
                 _save(trainer, 3)
             return Files.open_read(self, path)
 
-    monkeypatch.setattr(load, "candidates", withdrawn)
+    for module in (load, resolve):
+        monkeypatch.setattr(module, "candidates", withdrawn)
     assert _reader(trainer, Deleted(trainer, 0)).restore().checkpoint.step == 1

@@ -329,7 +329,8 @@ class _Checker:
         A shallow check trusts intact indexes and reads no frames.
         """
         indexes: dict[PackId, Entries] = {}
-        for pack_id, pack in self._each_pack(sorted(self.tier.pack_ids()), report=True):
+        listed = sorted(self.tier.pack_ids())
+        for pack_id, pack in self._each_pack(listed, report=True):
             self._assign(pack_id, pack)
             indexes[pack_id] = pack.entries
             for name, base in bases_in(pack.entries).items():
@@ -349,7 +350,24 @@ class _Checker:
         garbage = self.bases.keys() - self.needs.keys()
         meter = ProgressMeter(self.progress, sum(sizes.values()))
         for _, pack in self._each_pack([pack_id for pack_id, size in sizes.items() if size], report=False):
-            self._check_frames(pack, garbage, meter)
+            self._check_frames(pack, self._frames_to_check(pack.entries), garbage, meter)
+        self._check_moved({*listed}, garbage, meter)
+
+    def _check_moved(self, listed: set[PackId], garbage: set[Digest], meter: ProgressMeter) -> None:
+        """Check needed partitions that a collection has moved into packs that were not listed."""
+        while lost := {name for name in self.needs if self._is_unread(name)}:
+            new = sorted({*self.tier.pack_ids()} - listed)
+            if not new:
+                return
+            listed.update(new)
+            for _, pack in self._each_pack(new, report=False):
+                frames = [number for number, name in enumerate(pack.digests()) if name in lost]
+                if frames:
+                    self._check_frames(pack, frames, garbage, meter)
+
+    def _is_unread(self, name: Digest) -> bool:
+        """Tell whether this shard has to check a partition, and has found no frame of it."""
+        return name not in self.intact and name not in self.damaged and self._is_own(name)
 
     def _assign(self, pack_id: PackId, pack: OpenPack) -> None:
         """Assign the partitions of a pack to shards in long stretches. The first pack of a partition decides."""
@@ -439,9 +457,9 @@ class _Checker:
         names = enumerate(digests_of(entries))
         return [i for i, name in names if (chosen is None or name in chosen) and self._is_own(name)]
 
-    def _check_frames(self, pack: OpenPack, garbage: set[Digest], meter: ProgressMeter) -> None:
+    def _check_frames(self, pack: OpenPack, frames: Sequence[int], garbage: set[Digest], meter: ProgressMeter) -> None:
         read: list[int] = []
-        for sequence, name, problem, _ in self.scanner.frames(pack, self._frames_to_check(pack.entries), garbage):
+        for sequence, name, problem, _ in self.scanner.frames(pack, frames, garbage):
             if problem is None:
                 read.append(sequence)
             elif not (self.busy and isinstance(problem, BaseDamagedError)):  # A locked pack may store the base.

@@ -19,7 +19,7 @@ from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.store import Store
-from asymcheck.types import CheckpointRef
+from asymcheck.types import CheckpointRef, Progress, ProgressMeter
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
 from tests.crash.survival import check_steps
@@ -147,6 +147,28 @@ def test_verify_misses_nothing_that_a_deleted_checkpoint_needs(
     assert {one.kind for one in store.verify()} == {"missing-partition"}
     _delete_when_read(monkeypatch, other, before=False)
     assert store.verify() == []
+
+
+def test_verify_finds_partitions_that_move_in_each_attempt(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a collection that copies a partition of the newest checkpoint into another pack before frames are read."""
+    store, other = stores
+    shared: dict[str, torch.Tensor] = {}
+    for step in range(4):
+        shared[str(step)] = torch.randn(3000)
+        store.save({"shared": dict(shared), "own": torch.randn(12_000)}, step=step)
+    original, steps = verify_module.ProgressMeter, itertools.count()
+
+    def move(progress: Progress | None, total: int) -> ProgressMeter:
+        other.delete(next(steps))
+        assert other.gc().repacked_packs == 1
+        return original(progress, total)
+
+    monkeypatch.setattr(verify_module, "ProgressMeter", move)
+    assert store.verify() == []
+    # The check was not repeated.
+    assert next(steps) == 1
 
 
 def test_packs_being_read_are_not_recycled(store_path: Path) -> None:

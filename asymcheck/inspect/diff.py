@@ -209,7 +209,7 @@ class _Comparison:
             raise InvalidInputError(f"cannot compare checkpoints of different numbers of ranks: {ranks}; restore both")
         self.changed: list[TensorChange] = []
         self.unchanged: list[TensorRow] = []
-        names = [*(name for side in (a, b) for _, name in side.rows), *a.values, *b.values]
+        names = [name for side in (a, b) for _, name in (*side.rows, *side.values)]
         if pattern != "*" and not matches(pattern, names):
             raise no_match(pattern, names, "either checkpoint", "they have")
 
@@ -299,10 +299,15 @@ class _Comparison:
 
     def _values(self) -> tuple[tuple[ValueChange, ...], int]:
         a, b = self.a.values, self.b.values
-        names = [name for name in sorted({*a, *b}, key=in_order) if matches(self.pattern, [name])]
-        changed = [name for name in names if a.get(name) != b.get(name)]
-        changes = tuple(ValueChange(name, shortened(a.get(name)), shortened(b.get(name))) for name in changed)
-        return changes, len(names) - len(changed)
+        keys = [key for key in {*a, *b} if matches(self.pattern, [key[1]])]
+        changed = [key for key in sorted(keys, key=lambda key: (key[0], in_order(key[1]))) if a.get(key) != b.get(key)]
+        changes = tuple(
+            ValueChange(self._of_rank(*key), shortened(a.get(key)), shortened(b.get(key))) for key in changed
+        )
+        return changes, len(keys) - len(changed)
+
+    def _of_rank(self, rank: int, name: str) -> str:
+        return f"rank {rank}: {name}" if len(self.a.manifests) > 1 else name
 
 
 class _TensorStream:
@@ -389,7 +394,8 @@ class Side:
         """Each tensor once, with its rank and its names."""
         self.rows: dict[tuple[int, str], TensorRow] = {}
         """Each tensor by each of its names."""
-        self.values: dict[str, str] = {}
+        self.values: dict[tuple[int, str], str] = {}
+        """The text of each plain value by rank and name."""
         for manifest in self.manifests:
             self._add(manifest)
 
@@ -403,8 +409,7 @@ class Side:
             names = tuple(unique_name(name, name_counts) for name in (row.name, *row.aliases))
             self.tensors.append((rank, names, row))
             self.rows.update(dict.fromkeys([(rank, name) for name in names], row))
-        prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
-        self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
+        self.values.update({(rank, name): text for name, text in plain_values(manifest).items()})
 
     def shared_bytes_of(self, row: TensorRow) -> int:
         """Count the bytes of a tensor of the other checkpoint that this checkpoint has, too."""

@@ -325,6 +325,18 @@ def test_step_means_a_finished_save(store_path: Path) -> None:
         assert (found.b.save_id, found.other_saves_b) == (whole.save_id, (killed.save_id,))
 
 
+def test_a_glob_selects_values_of_several_ranks(store_path: Path) -> None:
+    """Test that the number of the rank is no part of the name."""
+    with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
+        for step in range(2):
+            for rank in range(2):
+                state = {"optimizer": {"lr": step * rank + 1}, "step": step}
+                store.save(state, step=step, part=Part(rank, 2, f"{step + 1:032x}"))
+        found = store.diff(0, 1, tensors="optimizer.*")
+    assert [(value.name, value.a, value.b) for value in found.values] == [("rank 1: optimizer.lr", "1", "2")]
+    assert found.unchanged_values == 1
+
+
 @pytest.mark.parametrize("name", ["", "x", "-1", "save:", "save:XY", "1.0", "save:" + "0" * 33, "a b@1", "@1"])
 def test_invalid_checkpoint_name_is_refused(store_path: Path, name: str) -> None:
     """Test that the message shows the syntax."""

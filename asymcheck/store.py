@@ -567,6 +567,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             DamagedPartitionError, FormatError, HeadRecordError
         """
         self._tier.check_usable()
+        check_glob(tensors)
         return compare(self._tier, a, b, run=run, tensors=tensors, norms=norms, progress=progress)
 
     def disk_usage(self, run: str | None = None) -> DiskUsage:
@@ -592,7 +593,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         Args:
             step: the step; None for the whole store.
-            run: name of the run; None for all runs.
+            run: name of the run; None for all runs or, with ``step``, the default run.
             progress: callback, run with the bytes checked and the total bytes.
             deep: read every frame. Otherwise check manifests, records, and the header, index and length of each pack,
                 and that each partition is in a pack; damage inside frames is not detected.

@@ -337,6 +337,12 @@ def test_a_glob_selects_values_of_several_ranks(store_path: Path) -> None:
     assert found.unchanged_values == 1
 
 
+def test_a_selection_that_is_no_glob_is_refused(store_path: Path) -> None:
+    """Test a list of names."""
+    with saved(store_path, {"x": 1}) as store, pytest.raises(InvalidInputError, match="give one glob"):
+        store.diff(0, 0, tensors=["x"])  # type: ignore[arg-type]  # refused
+
+
 @pytest.mark.parametrize("name", ["", "x", "-1", "save:", "save:XY", "1.0", "save:" + "0" * 33, "a b@1", "@1"])
 def test_invalid_checkpoint_name_is_refused(store_path: Path, name: str) -> None:
     """Test that the message shows the syntax."""

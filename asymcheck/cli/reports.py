@@ -278,7 +278,7 @@ def _show_difference(difference: CheckpointDiff) -> None:
     # The summary comes before the tables, which may have hundreds of rows.
     _show_summary(difference)
     if difference.tensors:
-        is_shared = any(change.rank for change in difference.tensors)
+        is_shared = difference.a.world_size > 1
         _show_tensors(difference.tensors, is_shared=is_shared)
         _show_norms(difference.tensors, is_shared=is_shared)
     if difference.values:

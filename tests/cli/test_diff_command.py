@@ -123,6 +123,17 @@ def test_several_ranks(call: Call, store_path: Path) -> None:
         assert [words[:2] for words in lines[number + 2 : number + 4]] == [["0", "w"], ["1", "w"]]
 
 
+def test_a_change_on_the_first_rank_only(call: Call, store_path: Path) -> None:
+    """Test that the rank is shown, because replicas that differ are suspect."""
+    with Store.open(store_path, create=True) as opened:
+        for step in (1, 2):
+            for rank in range(2):
+                state = {"w": torch.full((1000,), float(step if rank == 0 else 1))}
+                opened.save(state, step=step, part=Part(rank, 2, f"{step:032x}"))
+    found = [line.split() for line in call("diff", store_path, 1, 2).out.splitlines()]
+    assert [words[:2] for words in found if "w" in words] == [["0", "w"]] * 2
+
+
 def test_changed_typed_values_are_named(call: Call, store_path: Path) -> None:
     """Test that the diff shows counts, windows and members by name, with readable texts."""
     with Store.open(store_path, create=True) as opened:

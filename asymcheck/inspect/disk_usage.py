@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import AsymcheckError, MissingPartitionError
+from asymcheck.errors import AsymcheckError, LockTimeoutError, MissingPartitionError, result_or_error
 from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.pack import frame_lengths
@@ -25,6 +25,7 @@ from asymcheck.restore.lineage import Lineage
 from asymcheck.restore.resolve import check_run_exists
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.pack_index import PackIndex
 
 _Ints = npt.NDArray[np.int64]
 _STAT_BLOCK = 512
@@ -190,23 +191,27 @@ class _FrameTable:
         self.unreadable = 0
         self.unreadable_bytes = 0
         for pack_id, pack in every_pack(tier, tier.open_pack):
-            self._add(tier.pack_path(pack_id), pack)
+            # The content of a pack that a save or a collection has locked does not change under its name.
+            found = result_or_error(tier.peek, pack_id) if isinstance(pack, LockTimeoutError) else pack
+            self._add(tier.pack_path(pack_id), found)
 
-    def _add(self, path: Path, pack: Opened) -> None:
+    def _add(self, path: Path, pack: Opened | PackIndex) -> None:
         if isinstance(pack, MissingPartitionError):
             return  # recycled since the listing
+        try:
+            nbytes = path.stat().st_size
+        except OSError:
+            return  # deleted since the listing
         if isinstance(pack, AsymcheckError):
-            with contextlib.suppress(OSError):  # deleted since the listing
-                self.unreadable_bytes += path.stat().st_size
-                self.unreadable += 1
+            self.unreadable_bytes += nbytes
+            self.unreadable += 1
             return
         frames = np.empty(len(pack.entries), dtype=_FRAMES)
         frames["digest"], frames["base"] = pack.entries["digest"], pack.entries["base_digest"]
         frames["kind"], frames["length"] = pack.entries["kind"], frame_lengths(pack.entries)
         frames["pack"] = len(self.file_bytes)
         self.frames.append(frames)
-        # The pack is open and therefore locked, so its file exists.
-        self.file_bytes.append(path.stat().st_size)
+        self.file_bytes.append(nbytes)
         self.is_damaged.append(pack.damage is not None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -222,6 +223,17 @@ def test_damaged_and_lost_packs(store_path: Path) -> None:
         assert lost.checkpoints[0].missing_partitions == len(needs_of(store)[lost.checkpoints[0].save_id])
         assert lost.packs == len(packs)
         check_sums(lost)
+
+
+def test_a_locked_pack_is_no_damage(store_path: Path) -> None:
+    """Test a pack that a save or a collection holds."""
+    trained(store_path).close()
+    config = dataclasses.replace(CONFIG, read_lock_timeout_s=0)
+    with asymcheck.Store.open(store_path, config=config, read_only=True) as store:
+        before, pack = store.disk_usage(), next((store_path / "packs").iterdir())
+        with store.resources.nvme.locked(pack) as held:
+            assert held
+            assert store.disk_usage() == before
 
 
 @pytest.mark.parametrize("is_listed_before", [False, True], ids=["before", "after"])

@@ -166,7 +166,8 @@ def delete(store: str, step: int | str, run: str, generation: int | None, yes: b
         output.note("nothing was deleted")
         raise click.exceptions.Exit(exit_status.USAGE)
     with Store.open(store) as opened:
-        deleted = opened.delete(step, run=run, generation=generation)
+        # Only the confirmed ones: a training may have saved the step again meanwhile.
+        deleted = [item for one in chosen for item in opened.delete(f"save:{one.save_id}", run=run)]
     lines = [f"deleted {_name(item)}" for item in deleted]
     lines.append(f"to free the disk space, run: asymcheck gc {shlex.quote(store)}")
     return Report({"store": store, "deleted": deleted}, partial(click.echo, "\n".join(lines)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import asymcheck
-from asymcheck.cli import exit_status
+from asymcheck.cli import exit_status, maintenance
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -87,6 +87,19 @@ def test_one_generation_of_a_step(call: Call, store: Path) -> None:
         opened.save({"x": 2}, step=30)
     assert call("delete", store, 30, "--yes").out.count("deleted run default, step 30") == 2
     assert steps(store) == [10, 20, 25]
+
+
+def test_a_step_that_is_saved_again_before_the_answer(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that only the listed checkpoint is deleted."""
+
+    def save_again(_listed: object) -> bool:
+        with asymcheck.Store.open(store) as opened:
+            opened.save({"x": 1}, step=25)
+        return True
+
+    monkeypatch.setattr(maintenance, "_is_confirmed", save_again)
+    assert call("delete", store, 25).out.count("deleted run default, step 25") == 1
+    assert steps(store) == [10, 20, 30, 25]
 
 
 def test_another_run(call: Call, store: Path) -> None:

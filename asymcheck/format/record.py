@@ -153,8 +153,10 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
 def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
     """Return a store descriptor, and the number of damaged copies."""
     value, damaged = decode_record(data, "store", where)
-    readers, writers = strings(value, "reader_features", where), strings(value, "writer_features", where)
+    # Before all other keys, so that no descriptor of a newer program is taken for damaged.
+    readers = strings(value, "reader_features", where)
     check_reader_features(readers, where)
+    writers = strings(value, "writer_features", where)
     created = integer(value, "created_ns", where)
     store_id = parse_id(value.get("store_id"), where)
     layout = string(value, "layout", where) if "layout" in value else None

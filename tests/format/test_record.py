@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asymcheck.errors import ChecksumError, FormatError, LimitError, StructureError, TruncatedError
+from asymcheck.errors import (
+    ChecksumError,
+    FormatError,
+    LimitError,
+    StructureError,
+    TruncatedError,
+    UnsupportedFeatureError,
+)
 from asymcheck.format import registry
 from asymcheck.format.record import (
     Descriptor,
@@ -85,6 +92,13 @@ def test_a_record_of_another_kind_is_refused() -> None:
     """Test that the message names the kind of the record."""
     with pytest.raises(StructureError, match="of kind 'head', not 'store'"):
         decode_descriptor(encode_head(HeadRecord("run", 1, None, 0, "")), "test")
+
+
+def test_unknown_features_come_before_other_keys() -> None:
+    """Test a descriptor of a newer program, in which another key has another type."""
+    fields = {"kind": "store", "format": 1, "reader_features": ["apples"], "writer_features": {}}
+    with pytest.raises(UnsupportedFeatureError, match="apples"):
+        decode_descriptor(encode_record(fields), "test")
 
 
 @pytest.mark.parametrize(

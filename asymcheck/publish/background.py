@@ -49,6 +49,8 @@ class BackgroundPublisher:
             return
         every, last = self._rules.every, self._last_step
         is_due = step % every == 0 if last is None else step < last or step // every > last // every
+        # Without a release, count from the first step, because the training may call with no multiple at all.
+        self._last_step = step if last is None else last
         if not is_due or (self._running is not None and not self._running.done()):
             return
         self._collect()

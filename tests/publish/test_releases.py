@@ -32,7 +32,7 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.format.layout import ManifestName
-from asymcheck.publish.release import Release
+from asymcheck.publish.release import Release, training_step
 from asymcheck.publish.snapshot import Snapshot
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.nvme import NvmeTier
@@ -655,6 +655,23 @@ def test_training_publishes_in_the_background(tmp_path: Path) -> None:
             steps.append(update.step)
     assert steps == sorted(set(steps))
     assert all(step % 2 == 0 for step in steps[:-1])
+
+
+def test_steps_that_pass_a_multiple_are_published(tmp_path: Path) -> None:
+    """Test a loop that counts batches and ends a step after every fourth one, so that no step is a multiple."""
+    rules, trained = Publish(str(tmp_path / "releases"), every=8), model()
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Checkpointer(store, {"model": trained}, every=100, publish=rules) as checkpointer,
+    ):
+        for step in range(3, 20, 4):
+            checkpointer.step(step)
+            running = checkpointer._publisher._running
+            if running is not None:
+                running.result(60)
+    with Store.open(rules.location, read_only=True) as opened:
+        published = [training_step(opened, release) for release in opened.checkpoints("release")]
+    assert sorted(published) == [11, 19]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from asymcheck.executor import begin
 from asymcheck.format.manifest import Manifest
 from asymcheck.publish.held_release import HeldRelease
 from asymcheck.publish.release import RUN, TRAINING_STEP
-from asymcheck.publish.weights import Exchange, Weight, match
+from asymcheck.publish.weights import Exchange, Weight, match, tensors_of
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.load import fetch_in_place, read_first
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
@@ -233,7 +233,10 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
             raise NotFoundError(f"{self.location} has no release yet; publish release {number} first")
 
     def _is_ready(self, prepared: _Prepared) -> bool:
-        """Tell whether a release was read, and nobody changed the weights that it shares with the present one."""
+        """Tell whether a release was read for the present tensors, and nobody changed the weights that it keeps."""
+        matched = {id(tensor) for weight in prepared.weights for tensor in (*weight.tensors, *weight.ties)}
+        if matched != {id(tensor) for _, tensor in tensors_of(self._into)}:
+            return False
         read = {weight.row.name for weight, _ in prepared.new or ()}
         others = (weight for weight in prepared.weights if weight.row.name not in read)
         return all(self._held is not None and self._held.has(weight) for weight in others)

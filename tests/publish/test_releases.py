@@ -329,6 +329,18 @@ def test_weights_changed_after_a_prefetch_are_replaced(tmp_path: Path) -> None:
         assert torch.equal(served.counter, trained.counter)
 
 
+def test_tensors_replaced_after_a_prefetch_are_updated(tmp_path: Path) -> None:
+    """Test a consumer that puts another parameter into the model between the prefetch and the update."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    with Publisher(rules) as publisher, Subscriber(rules.location, served, prefetch=True) as subscriber:
+        for step in (1, 2):
+            publish(publisher, trained, step)
+            subscriber.wait()
+            served[1].weight = torch.nn.Parameter(torch.zeros_like(served[1].weight))
+            subscriber.update()
+            check(served, step)
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_several_subscribers_take_one_release(tmp_path: Path, *, prefetch: bool) -> None:
     """Test a given release that is not the newest, also after the newest was fetched, and impossible ones."""

@@ -308,7 +308,12 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
             return is_new or self._buffering == "double"
         for device in {weight.device for weight in changed}:
             needed = sum(weight.row.nbytes for weight in changed if weight.device == device)
-            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+            if device.type == "cuda":
+                # The memory that the update before has replaced stays in the cache of torch, which uses it again.
+                cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+                free: int | None = torch.cuda.mem_get_info(device)[0] + cached
+            else:
+                free = available_bytes()
             if free is not None and needed + _RESERVE_BYTES > free:
                 return False
         return True

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -339,6 +341,19 @@ def test_tensors_replaced_after_a_prefetch_are_updated(tmp_path: Path) -> None:
             served[1].weight = torch.nn.Parameter(torch.zeros_like(served[1].weight))
             subscriber.update()
             check(served, step)
+
+
+def test_cached_device_memory_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the memory which an update has replaced allows a second buffer for the next one."""
+    weight: Any = SimpleNamespace(tensors=[None], device=torch.device("cuda", 0), row=SimpleNamespace(nbytes=30 << 30))
+    cached_bytes = 30 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (20 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 30 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: (30 << 30) + cached_bytes)
+    with Subscriber(str(tmp_path / "releases"), {}) as subscriber:
+        assert subscriber._fits([weight])
+        cached_bytes = 0
+        assert not subscriber._fits([weight])
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

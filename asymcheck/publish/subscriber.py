@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from asymcheck.config import check_choice
+from asymcheck.config import check_choice, check_number
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
@@ -138,6 +138,7 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
             InvalidInputError: an argument is invalid.
         """
         check_choice("buffering", buffering, get_args(Buffering))
+        check_number("poll_s", poll_s, 1e-3, threading.TIMEOUT_MAX)
         if not isinstance(into, (dict, torch.nn.Module)):
             raise InvalidInputError(f"into={into!r:.100}: give a module, or a dict of tensors and modules")
         self.location = location

@@ -356,6 +356,13 @@ def test_cached_device_memory_counts_as_free(tmp_path: Path, monkeypatch: pytest
         assert not subscriber._fits([weight])
 
 
+@pytest.mark.parametrize("poll_s", [0, -1, float("nan")])
+def test_invalid_times_between_looks_are_refused(poll_s: float) -> None:
+    """Test times with which wait() would return before any release exists."""
+    with pytest.raises(InvalidInputError, match="poll_s"):
+        Subscriber("releases", {}, poll_s=poll_s)
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_several_subscribers_take_one_release(tmp_path: Path, *, prefetch: bool) -> None:
     """Test a given release that is not the newest, also after the newest was fetched, and impossible ones."""

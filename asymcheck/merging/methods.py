@@ -80,8 +80,9 @@ class MergeSettings:
             raise InvalidInputError(f"unknown schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
         if self.method == "slerp" and sources != 2:  # noqa: PLR2004 - a great circle has two ends
             raise InvalidInputError(f"slerp merges exactly 2 checkpoints, but {sources} were given")
-        if sources < 2 and not has_base:  # noqa: PLR2004 - one checkpoint is no merge
-            raise InvalidInputError(f"a merge needs at least 2 checkpoints, not {sources}; give --steps or --last")
+        if sources < (1 if has_base else 2):
+            needed = "one checkpoint beside the base" if has_base else "2 checkpoints"
+            raise InvalidInputError(f"a merge needs at least {needed}, not {sources}; give --steps or --last")
         if self.uses_base != has_base:
             problem = (
                 "needs a base checkpoint; give --base"

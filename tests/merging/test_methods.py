@@ -214,6 +214,7 @@ def test_rounding_by_way_of_float32_would_be_wrong() -> None:
         ({"method": "ties"}, 2, False, "needs a base checkpoint"),
         ({"method": "mean"}, 2, True, "has no base"),
         ({"method": "mean"}, 1, False, "at least 2 checkpoints"),
+        ({"method": "ties"}, 0, True, "at least one checkpoint beside the base, not 0"),
         ({"method": "ema", "alpha": 1.5}, 2, False, "alpha 1.5: give a number from 0 to 1"),
         ({"method": "dare", "density": 0.0}, 2, True, "density 0.0: give a number above 0, up to 1"),
         ({"method": "wsm", "schedule": "square"}, 2, False, "unknown schedule 'square'"),

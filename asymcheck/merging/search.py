@@ -176,9 +176,13 @@ def _study(optuna: Any, evaluation: Evaluation, subject: Sequence[str]) -> Any: 
 
 def _evaluated(command: str, folder: Path) -> float:
     """Run the command, and return the last word of its output as a number."""
-    words = [word.replace(FOLDER, str(folder)) for word in shlex.split(command)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        words = [word.replace(FOLDER, str(folder)) for word in shlex.split(command)]
+    except ValueError as error:
+        raise InvalidInputError(f"cannot split evaluation command {command!r} into words: {error}") from error
+    try:
+        # The output before the number may have any encoding.
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise InvalidInputError(f"cannot run evaluation command {words[0]!r}: {error.strerror}") from error
     last = (done.stdout.split() or [""])[-1]

@@ -72,6 +72,8 @@ def test_an_interrupted_search_continues_to_the_best_weight(
         ("echo 1", "weighted", "has no {folder}"),
         ("no-such-program {folder}", "weighted", "cannot run evaluation command 'no-such-program'"),
         ("echo {folder} 1", "mean", "method mean has no setting to search"),
+        ("echo '{folder}", "weighted", "cannot split evaluation command .* No closing quotation"),
+        (r"printf '\377 %s' {folder}", "weighted", "is no finite number"),
     ],
 )
 def test_a_failing_evaluation_is_named(

@@ -296,13 +296,16 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         # A forked process has no descriptor of the lock of the run.
         self._store.resources.tier.check_usable()
 
-    def _check_may_save(self) -> None:
-        """Raise, on all ranks, if the last restore failed halfway, or if another training has taken the run over."""
+    def _check_may_change_run(self, *, saves: bool = True) -> None:
+        """Raise, on all ranks, if another training has taken the run over.
+
+        With ``saves``, also raise if the last restore failed halfway.
+        """
         try:
             self._check_open()
             self._run_lock.check()
             self._pusher.check()
-            if self._partial_restore is not None:
+            if saves and self._partial_restore is not None:
                 raise PartialRestoreError(
                     f"the state of run {self._run} is not saved, because a restore failed after it had overwritten "
                     "tensors. Restore an intact step, or create the state and the Checkpointer again",
@@ -404,9 +407,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             CheckpointNotFoundError: no checkpoint is complete in memory.
             LostCheckpointError, PruneError: as :meth:`restore`.
             StateMismatchError, DigestMismatchError
+            RunInUseError: another process has taken the run over.
+            ClosedStoreError: the Checkpointer or the store was closed.
         """
-        self._check_open()
         with self._exit_handler, self._noting_partial_restore():
+            self._check_may_change_run(saves=False)
             if self._coordinator is not None:
                 self._store.training.settle()
                 returned = self._coordinator.rollback(self._background, self._state, self._report)
@@ -452,7 +457,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._preemption.finish(waits=False)
         ends = False
         with self._exit_handler:
-            self._check_may_save()
+            self._check_may_change_run()
             problem, self._push_mismatch = self._push_mismatch, None
             if problem is not None:
                 # Not in the constructor, because a program that only calls save() chooses its steps itself.
@@ -575,7 +580,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             StepOrderWarning: the latest step saved or restored is greater than ``step``.
         """
         with self._exit_handler:
-            self._check_may_save()
+            self._check_may_change_run()
             if self._coordinator is not None:
                 newest = self._collect_outcomes()
                 # A background save, because it divides the work among the ranks.

@@ -204,6 +204,19 @@ def test_cell_whose_checkpointer_restores_again_takes_the_run_back(
     first.close()
 
 
+def test_training_that_was_taken_over_does_not_roll_back(store_path: Path, config: CaptureConfig) -> None:
+    """Test that no new generation abandons the checkpoints of the newer training."""
+    _, _, loop = linear_loop()
+    with _open(store_path) as store, Checkpointer(store, loop.state, capture=config, every=1) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.wait()
+        store.training.run_lock("default").take(0.0, takeover=True)
+        with pytest.raises(RunInUseError):
+            checkpointer.rollback()
+        assert store.resources.nvme.manifests.heads("default") == [1]
+
+
 def test_training_of_another_thread_is_not_finished(store_path: Path, config: CaptureConfig, tmp_path: Path) -> None:
     """Test that the memory stays as long as the thread may call ``step()``."""
     begun, ends = threading.Event(), threading.Event()

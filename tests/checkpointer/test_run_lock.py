@@ -217,6 +217,24 @@ def test_training_that_was_taken_over_does_not_roll_back(store_path: Path, confi
         assert store.resources.nvme.manifests.heads("default") == [1]
 
 
+def test_refused_restore_does_not_take_the_run_back(
+    store_path: Path, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a training that was taken over by another process, and goes on after the error of its restore."""
+    monkeypatch.setattr(run_lock, "_may_replace", lambda _trainer: False)
+    _, _, loop = linear_loop()
+    with _open(store_path, 0.1) as store, Checkpointer(store, loop.state, capture=config, every=1) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        store.training.run_lock("default").take(0.0, takeover=True)
+        with pytest.raises(RunInUseError):
+            checkpointer.restore()
+        loop.iterate(1)
+        with pytest.raises(RunInUseError):
+            checkpointer.step(1)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
+
+
 def test_training_of_another_thread_is_not_finished(store_path: Path, config: CaptureConfig, tmp_path: Path) -> None:
     """Test that the memory stays as long as the thread may call ``step()``."""
     begun, ends = threading.Event(), threading.Event()

@@ -95,7 +95,6 @@ class RunLock:
         """
         if self._descriptor is not None and is_same_file(self._descriptor, self._path):
             return
-        self.close()
         try:
             self._files.make_directory(self._path.parent)
             self._wait(timeout_s, takeover=takeover)
@@ -140,6 +139,8 @@ class RunLock:
             self._files.unlink(temporary)
             DESCRIPTORS.close(descriptor)
             raise
+        # Not before the wait: if the wait fails, check() must still notice that the run was taken over.
+        self.close()
         self._descriptor = descriptor
 
     def check(self) -> None:

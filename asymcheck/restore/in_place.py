@@ -151,7 +151,7 @@ class InPlaceFill:
         problems = len(self._problems)
         finish = self._match_in_place(current, stored, path)
         if self._returns and len(self._problems) > problems and path:
-            shape = merge(stored)
+            shape = self._created_from(stored)
             if _is_plain(current, with_data=shape is None) and not rows_in(shape):
                 del self._problems[problems:]
                 return self._made(shape, path)

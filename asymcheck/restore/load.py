@@ -75,6 +75,7 @@ class LoadRequest:
     grows: bool = False  # add stored entries to mappings inside ``into`` that lack them
     strict: bool = False  # raise for differences that torch accepts in silence
     world_size: int | None = None  # number of ranks that continue the training; None for a single process
+    returns: bool = False  # a newer checkpoint of the same training was restored into ``into`` before
 
 
 def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) -> Loaded:
@@ -200,6 +201,7 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
             parts,
             wanted.tensors,
             grows=wanted.grows,
+            returns=wanted.returns,
             merges=wanted.rank is None,
             reshards=wanted.world_size not in (None, header.world_size),
             name=name,

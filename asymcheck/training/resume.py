@@ -46,7 +46,7 @@ from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.inspect.history import describe_loaded
 from asymcheck.policies.push_selection import Push
 from asymcheck.restore.lineage import read_line
-from asymcheck.restore.load import LoadRequest, load_captured, load_part, noting_overwritten
+from asymcheck.restore.load import LoadRequest, load, load_captured, load_part, noting_overwritten
 from asymcheck.restore.resolve import SkippedCheckpoints, candidates, resolve_each
 from asymcheck.state.walk import flatten
 from asymcheck.storage.fallback_tier import FallbackTier
@@ -83,6 +83,8 @@ class ResumeCoordinator:
         self.lacks_ranks = False
         """Whether another rank had ended or did not respond when the last session ended."""
         self._session: Session | None = None
+        # Whether a checkpoint that another rank cannot read was restored on this rank, in this restore.
+        self._is_filled = False
         # Tensors that a checkpoint overwrote before it was found to be damaged, in this restore.
         self._overwritten: tuple[str, ...] = ()
 
@@ -157,7 +159,7 @@ class ResumeCoordinator:
         else:
             proposals = iter(())
         part = 1 if shares_store else 3
-        self._overwritten = ()
+        self._is_filled, self._overwritten = False, ()
         try:
             while True:
                 ref = self._proposed(session, (number, part), proposals, step)
@@ -319,13 +321,28 @@ class ResumeCoordinator:
         session.post(at, b"" if ref is None else checkpoint_name(ref).encode())
         return ref
 
+    def _wanted(self, into: object, *, strict: bool) -> LoadRequest:
+        # The state has the values of a newer checkpoint, if that was restored here.
+        return LoadRequest(
+            "*",
+            into,
+            check_device(None),
+            rank=self.rank,
+            grows=True,
+            returns=self._is_filled,
+            strict=strict,
+            world_size=self.world_size,
+        )
+
     def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
-        restore = partial(self._store.restore, run=self._run, rank=self.rank, world_size=self.world_size)
-        return restore(f"save:{ref.save_id.hex()}", into=into, grows=True, strict=strict).checkpoint
+        self._store.training.fence()
+        which, wanted = f"save:{ref.save_id.hex()}", self._wanted(into, strict=strict)
+        with timed("restore", 0, lambda: {"run": self._run}):
+            read = partial(load, run=self._run, step=which, wanted=wanted)
+            return self._store.resources.read(read, is_newest=False).checkpoint
 
     def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
-        device, size = check_device(None), self.world_size
-        wanted = LoadRequest("*", into, device, rank=self.rank, grows=True, strict=strict, world_size=size)
+        wanted = self._wanted(into, strict=strict)
         return _restored_part(self._store, self._run, ref, wanted, self.session().store_ranks)
 
     def _try(
@@ -389,6 +406,7 @@ class ResumeCoordinator:
     def _note_overwritten(self, into: object, failure: AsymcheckError | None) -> tuple[str, ...]:
         """Note which tensors this rank has overwritten, although not all ranks were restored; return their names."""
         # A rank that was restored has another state than the ranks that failed.
+        self._is_filled |= failure is None
         overwritten = tuple(flatten(into).columns.names) if failure is None else failure.overwritten
         self._overwritten = overwritten or self._overwritten
         return self._overwritten

@@ -74,6 +74,39 @@ def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged
     assert [checkpoint is not None and checkpoint.step for checkpoint, _ in found] == [step, step]
 
 
+def test_values_of_a_checkpoint_that_another_rank_cannot_read_are_replaced(tmp_path: Path) -> None:
+    """Test plain values that the older checkpoint lacks, or has in another form."""
+    history: dict[int, dict[str, object]] = {
+        1: {"losses": {1: 0.5}, "best": None},
+        2: {"losses": {1: 0.5, 2: 0.25}, "best": {"step": 2}},
+    }
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        for step, values in history.items():
+            save_id = new_save_id().hex()
+            for rank in range(2):
+                before = set((store.path / "packs").iterdir())
+                state = {"w": torch.full((3000,), step + rank / 2), **values}
+                store.save(state, step=step, part=Part(rank, 2, save_id))
+        (pack,) = set((store.path / "packs").iterdir()) - before
+        flip(pack, 4096 + 200)
+    keys = dist.HashStore()
+    os.mkdir(tmp_path / "memory")
+
+    def restored(rank: int) -> dict[str, object]:
+        state = {"w": torch.zeros(3000), "losses": dict[int, float](), "best": None}
+        capture = CaptureConfig(ring_folder=str(tmp_path / "memory"))
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0)
+        with (
+            Store.open(tmp_path / "store", config=CONFIG) as store,
+            Checkpointer(store, state, capture=capture, ranks=ranks, every=1, keep=None) as checkpointer,
+        ):
+            checkpointer.restore()
+        return {name: value for name, value in state.items() if name != "w"}
+
+    with pytest.warns(SkippedCheckpointWarning, match="skipped step 2"):
+        assert each(2, restored) == [history[1]] * 2
+
+
 @pytest.mark.filterwarnings("ignore::asymcheck.errors.AbandonedCheckpointsWarning")
 @pytest.mark.parametrize("stores", [1, 2])
 @pytest.mark.parametrize("step", [None, 1])

@@ -87,7 +87,9 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._handlers: dict[int, _Handler] = {}
+        self._handlers: dict[int, _Handler | None] = {}
+        # After release(), a library may restore the deferring handler. The program then has these handlers.
+        self._lasting: dict[int, _Handler | None] = {}
         self._due: list[Callable[[], object]] = []
         self._holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -108,7 +110,10 @@ class _Interrupts:
         for number in {*_DEFERRED, *self._handlers, *self._listened}:
             # The program may have set another handler since.
             if signal.getsignal(number) == self._on_signal:
-                _install(number, self._handlers.get(number, signal.SIG_DFL))
+                handler = self._handlers.get(number)
+                _install(number, handler or signal.SIG_DFL)
+                self._handlers[number] = self._lasting.get(number, handler)
+        self._lasting.clear()
 
     def listen(self, listener: Listener) -> None:
         """Pass signals to ``listener`` until :meth:`ignore`, unless the program ignores them. For the main thread."""
@@ -128,7 +133,7 @@ class _Interrupts:
             self._listened = tuple({number for listener in self._listeners for number in listener.signals})
             for number in self._listened:
                 if getsignal(number) == signal.SIG_DFL:
-                    self._handlers.pop(number, None)
+                    self._handlers[number] = self._lasting[number] = None
                     _install(number, self._on_signal)
                 else:
                     self._replace(number)
@@ -137,7 +142,8 @@ class _Interrupts:
         """Call the program's handler of a signal, if it has one."""
         before, self._called = self._called, (number, frame)
         try:
-            if (handler := self._handlers.get(number)) is not None:
+            # The handler may have been given back to the program already.
+            if callable(handler := self.handler(number)):
                 handler(number, frame)
         finally:
             self._called = before
@@ -183,6 +189,12 @@ class _Interrupts:
     def _replace(self, number: int) -> None:
         handler = getsignal(number)
         if callable(handler) and handler != self._on_signal:
+            before = self._handlers.get(number)
+            if number not in self._lasting:
+                self._lasting[number] = handler
+            elif handler != before:
+                # A library has set this handler, and may remove it at its end.
+                self._lasting[number] = before
             self._handlers[number] = handler
             _install(number, self._on_signal)
 
@@ -198,7 +210,7 @@ class _Interrupts:
             if not all(verdicts):
                 end_by_default(number)
             return
-        if number in self._handlers:
+        if self._handlers.get(number) is not None:
             self._due.append(partial(self.call, number, frame))
             if not self._depth:
                 self._call()

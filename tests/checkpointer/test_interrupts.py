@@ -233,6 +233,21 @@ def test_a_library_that_puts_the_deferring_handler_back_loses_no_signal(called: 
     assert called == [signal.SIGUSR1]
 
 
+def test_a_library_that_removes_its_handler_leaves_that_of_the_program(called: list[int]) -> None:
+    """Test a trainer that saves the deferring handler, sets its own, and restores the saved one at its end."""
+    interrupts, holder, of_library = Interrupts(), Holder(), list[int]()
+    interrupts.hold(holder)
+    with interrupts:
+        saved = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda number, _frame: of_library.append(number))
+    with interrupts:
+        signal.raise_signal(signal.SIGUSR1)
+    interrupts.release(holder)
+    signal.signal(signal.SIGUSR1, saved)
+    signal.raise_signal(signal.SIGUSR1)
+    assert (of_library, called) == ([signal.SIGUSR1], [signal.SIGUSR1])
+
+
 def test_interrupted_system_calls_are_restarted_as_the_program_says(called: list[int]) -> None:
     """Test that ``signal.siginterrupt(number, False)`` survives both replacements of the handler."""
     interrupts = Interrupts()

@@ -45,6 +45,13 @@ def fit(path: str) -> None:
         _check(store, ended.value)
 
 
+def fit_to_the_end(path: str) -> None:
+    """Fit with Lightning, and get the signal after the fit. Runs in a child."""
+    with Store.open(Path(path) / "store", create=True) as store:
+        small_fit.fit(Path(path), lightning.AsymcheckCallback(store, save_on_signal=True), max_epochs=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(path: str) -> None:
     """Train with transformers until the signal. Runs in a child."""
     trainer = small_trainer.make_trainer(Path(path))
@@ -65,6 +72,12 @@ def _check(store: Store, ended: Preempted) -> None:
 def test_lightning_saves_the_step_of_the_signal(zygote: Zygote, tmp_path: Path) -> None:
     """Test a fit, in which Lightning sets its own handler of SIGTERM."""
     zygote.start(fit, path=str(tmp_path)).finish()
+
+
+@pytest.mark.slow
+def test_a_signal_after_a_fit_ends_the_process(zygote: Zygote, tmp_path: Path) -> None:
+    """Test that the handler of Lightning, which it removes at the end of the fit, swallows no later SIGTERM."""
+    assert zygote.start(fit_to_the_end, path=str(tmp_path)).wait() == -signal.SIGTERM
 
 
 @pytest.mark.slow

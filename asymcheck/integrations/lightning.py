@@ -141,6 +141,10 @@ class AsymcheckCallback(SavingCallback, Callback):
         self._current_fit().finish()
         self._end()
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the Checkpointer of a fit that had nothing left to train, for which Lightning calls no other hook."""
+        self._end()
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait until in-flight saves are durable. Waits for other ranks are short, because they may have ended."""
         self._end(exception)

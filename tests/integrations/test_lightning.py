@@ -160,10 +160,12 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
 
 
 def test_resumed_when_all_is_done(tmp_path: Path) -> None:
-    """Test that nothing is trained, and that the model is the trained one."""
+    """Test that nothing is trained, that the model is the trained one, and that signals are those of the program."""
+    before = signal.getsignal(signal.SIGTERM)
     with Store.open(tmp_path / "store", create=True) as store:
         _, trained = fit(tmp_path, AsymcheckCallback(store, keep=None))
-        _, again = fit(tmp_path, AsymcheckCallback(store, keep=None))
+        _, again = fit(tmp_path, AsymcheckCallback(store, keep=None, save_on_signal=True))
+        assert signal.getsignal(signal.SIGTERM) == before
     assert again.losses == []
     assert_same(dict(again.state_dict()), dict(trained.state_dict()))
 

@@ -108,7 +108,12 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
                 f"state has {listed(sorted(names))}, a name of the Trainer's own state; rename the key"
             )
         training.checkpointer = self._checkpointer({**state, **self._state})
-        restored = training.checkpointer.restore(step)
+        try:
+            restored = training.checkpointer.restore(step)
+        except BaseException:
+            # Otherwise it would keep the signals and the push of another attempt.
+            training.close()
+            raise
         self._training = training
         return None if restored is None else training.prepare(restored.step)
 

@@ -265,13 +265,15 @@ def test_trainers_that_cannot_be_resumed(options: dict[str, Any], reason: str, t
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    """Test None on the first start, which train() accepts, and the error for a missing step."""
+    """Test None on the first start, which train() accepts, and the error for a missing step, which leaves nothing."""
+    before = signal.getsignal(signal.SIGTERM)
     with Store.open(tmp_path / "store", create=True) as store:
-        callback = AsymcheckCallback(store, keep=None)
+        callback = AsymcheckCallback(store, keep=None, save_on_signal=True)
         trainer = make_trainer(tmp_path)
         assert callback.resume(trainer) is None
         with pytest.raises(CheckpointNotFoundError):
             callback.resume(trainer, step=3)
+        assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.integrations.deepspeed import EngineState
@@ -121,12 +122,14 @@ class _Rng:
 
     def __init__(self, accelerator: Any) -> None:  # noqa: ANN401 - as above
         self._accelerator = accelerator
+        self._hooks: list[RemovableHandle] = []
 
     def state_dict(self) -> State:
         loaders = self._accelerator.gradient_state
         return {"rng": RngState().state_dict(), "in_epoch": loaders.in_dataloader and not loaders.end_of_dataloader}
 
     def load_state_dict(self, state: State) -> None:
+        self._remove_hooks()
         waiting = Deferred.of(RngState)
         waiting.load_state_dict(state["rng"])  # type: ignore[arg-type]  # as saved
         if not state["in_epoch"]:
@@ -135,8 +138,11 @@ class _Rng:
 
         def put_back(*_args: object) -> None:
             waiting.put_back()
-            for hook in hooks:
-                hook.remove()
+            self._remove_hooks()
 
         models: list[torch.nn.Module] = self._accelerator._models  # noqa: SLF001 - see above
-        hooks = [model.register_forward_pre_hook(put_back) for model in models]
+        self._hooks = [model.register_forward_pre_hook(put_back) for model in models]
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()

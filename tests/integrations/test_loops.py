@@ -85,3 +85,16 @@ def test_accumulated_gradients_are_not_saved(accelerator: Any, tmp_path: Path) -
         pytest.raises(InvalidInputError, match="accumulated gradients"),
     ):
         store.save(accelerator_state(accelerator), step=1)
+
+
+def test_only_the_last_restore_sets_random_numbers(accelerator: Any) -> None:  # noqa: ANN401 - see above
+    """Test a restore of a checkpoint within an epoch, and then of one at the end of an epoch, as after damage."""
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    random: Any = accelerator_state(accelerator)["rng"]
+    within = random.state_dict() | {"in_epoch": True}
+    torch.rand(1)
+    at_end, expected = random.state_dict(), torch.get_rng_state()
+    random.load_state_dict(within)
+    random.load_state_dict(at_end)
+    model(torch.ones(1, 2))
+    assert torch.equal(torch.get_rng_state(), expected)

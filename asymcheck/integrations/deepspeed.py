@@ -283,6 +283,8 @@ def read_weights(
     state: Any = store.load(step, run=run, tensors=f"{part}.[ws][eh]*")
     for key in part.split("."):
         state = state[key]
+    if not state.keys() >= {"weights", "shapes"}:
+        raise InvalidInputError(f"{part} is no state of a DeepSpeed engine; give the key of the engine in the state")
     shapes = state["shapes"]
     return {name: flat.view(shapes[name]) for name, flat in state["weights"].items()}
 

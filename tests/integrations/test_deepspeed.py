@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from asymcheck import Store
 from asymcheck.cli.main import commands
 from asymcheck.convert.convert import foreign_state
-from asymcheck.errors import ForeignFileError
+from asymcheck.errors import ForeignFileError, InvalidInputError
 from asymcheck.integrations.deepspeed import read_weights
 from tests.distributed.job import LIMIT_S, Meeting
 from tests.integrations.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, STEPS
@@ -135,6 +135,14 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
     assert [(group["weight_decay"], group["step"]) for group in groups] == [(0.1, taken), (0.0, taken)]
     assert state["counters"]["global_steps"] == STEPS
     assert state["client_state"] == {"epoch": 3, "files": ["a", "b"]}
+
+
+def test_weights_of_another_object_are_refused(tmp_path: Path) -> None:
+    """Test the key of a module, whose tensors have similar names."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        store.save({"model": torch.nn.Linear(2, 2)}, step=1)
+        with pytest.raises(InvalidInputError, match="model is no state of a DeepSpeed engine"):
+            read_weights(store, part="model")
 
 
 class Hostile:

@@ -127,7 +127,7 @@ def run_in_use(folder: Path) -> dict[str, object]:
                 found["refused"] = raised(ckpt.restore)
             found["free"] = raised(lambda: ckpt.save(0).step)
             with other_trainer(folder) if RANK == 0 else contextlib.nullcontext():
-                found["taken over"] = raised(lambda: ckpt.step(1))
+                found["taken over"] = [raised(lambda: ckpt.step(1)), raised(ckpt.rollback)]
         found["stored"] = [checkpoint.step for checkpoint in store.checkpoints()]
     return found
 

@@ -97,9 +97,9 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     ("durable", "durable_recycled/limit"): "A raw write from small pages takes 0.42 s instead of 0.31 s. asymcheck "
     "takes 0.48 s; 7 ms of them pass before the first write, and 15 ms after the last one "
     "([decision 29](../decisions/0029-shifted-payloads.md)). The other 44 ms are not measured.",
-    ("restore", "restore/limit"): "In another run, reads of 4 MiB into aligned memory took 0.46 s one after the other, "
-    "and 0.56 s on eight threads; 0.66 s if the threads also computed the digests, and 0.70 s if they also copied "
-    "the bytes into tensors. The rest is not explained.",
+    ("restore", "restore/limit"): "In another run, reads of frames of 4 MiB into aligned memory took 0.48 s, one "
+    "after the other, and 0.56 s on eight threads; 0.66 s if the threads also computed the digests, and 0.70 s if they "
+    "also copied the bytes into tensors. The rest is not explained.",
     ("small", "durable/torch_save"): "A commit syncs more files than the one of `torch.save`.",
     ("stall", "slowdown_every_10"): "The two trainings with checkpoints differ by more: 0.96 and 1.10.",
     ("stall", "stall_p95/best_peer"): "About two thirds of the median stall are digests of a sixteenth of the state in "
@@ -129,10 +129,10 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     ("merge", "merge/raw_io"): "The drive reads 3 GB/s. Two cores read and verify the three sources in 0.73 s, "
     "without the merge and the write, where a raw read takes 0.50 s.",
     ("models", "recovery/best_peer"): "The best library maps a file that is in the page cache. asymcheck first "
-    "writes the captures that were only in memory, so that a second failure cannot lose them. In the workload "
-    "`restore`, this takes 1.2 of 1.8 s.",
-    ("models", "stall_p95/best_peer_every_10"): "The worst is GPT-2 in mixed precision. Its "
-    "weights in bfloat16 (249 MB) are in no optimizer, so `step()` reads and copies them. In another run, a checkpoint "
+    "makes the captures durable that were only in memory. In the workload `restore`, this (`adopt`) takes 1.2 of "
+    "1.8 s.",
+    ("models", "stall_p95/best_peer_every_10"): "The worst is GPT-2 in mixed precision. Its weights in bfloat16 "
+    "(249 MB) are in no optimizer, so `step()` reads and copies them. In another run, on a busy machine, a checkpoint "
     "took 61 ms or more with them, and 14 ms without. Of the other models, the worst has 0.109. The p95 of four "
     "checkpoints is their maximum.",
     ("models", "bytes/best_lossless"): "Frames begin at multiples of 4 KiB, which costs 0.3 %.",

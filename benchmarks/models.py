@@ -65,16 +65,24 @@ class Grid:
     def cells(self) -> Iterator[Cell]:
         """Yield all cells, the most important first, so that an unfinished run is useful.
 
-        Some schemes precede the others. Within each group, the first interval and the kills precede other intervals.
+        The first interval and the kills come first: some schemes with all models, then the others with one model. Then
+        some schemes with one model at the other intervals, then all the rest.
         """
+        main, *others = self.steps
         first = [scheme for scheme in self.schemes if scheme in _FIRST]
-        for schemes in (first, [scheme for scheme in self.schemes if scheme not in first]):
-            for number, (every, steps) in enumerate(self.steps.items()):
-                for scheme in schemes:
-                    for model in self.models:
-                        yield Cell(model, self.size, scheme, every, steps)
-                        if number == 0:
-                            yield Cell(model, self.size, scheme, _KILL, self.kills)
+        groups = (
+            (first, self.models, [main, _KILL]),
+            (self.schemes, self.models[:1], [main, _KILL]),
+            (first, self.models[:1], others),
+            (self.schemes, self.models, [main, _KILL, *others]),
+        )
+        yield from dict.fromkeys(
+            Cell(model, self.size, scheme, every, self.steps.get(every, self.kills))
+            for schemes, models, intervals in groups
+            for scheme in schemes
+            for model in models
+            for every in intervals
+        )
 
 
 _FIRST = ("asymcheck +S+O", "safetensors", "torch DCP async process", "torch DCP async staged", "torchsnapshot async")
@@ -204,12 +212,17 @@ def _rows(cell: Cell, measured: Measured) -> list[Row]:
 def _recovery_rows(cell: Cell, recovered: Sequence[tuple[int, Recovered]]) -> list[Row]:
     lost = [reached - found.step for reached, found in recovered]
     make = functools.partial(row, cell.scheme)
-    return [
+    rows = [
         make(f"steps lost, {cell.model}", "steps", [float(one) for one in lost]),
-        make(f"recovery, {cell.model}", "ms", [found.recover_s * 1e3 for _, found in recovered]),
-        make(f"first step after it, {cell.model}", "ms", [found.first_step_s * 1e3 for _, found in recovered]),
         make(f"bit-exact, {cell.model}", "share", [float(found.is_exact) for _, found in recovered]),
     ]
+    # A kill during a save may leave no readable checkpoint, and then there is no recovery to measure.
+    if restored := [found for _, found in recovered if found.step >= 0]:
+        rows += [
+            make(f"recovery, {cell.model}", "ms", [found.recover_s * 1e3 for found in restored]),
+            make(f"first step after it, {cell.model}", "ms", [found.first_step_s * 1e3 for found in restored]),
+        ]
+    return rows
 
 
 def _measured(context: ForkServerContext, cell: Cell, scratch: Path) -> Measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -22,9 +23,13 @@ _MARKERS = "os^vD*PX<>hp"
 
 
 def draw_models(report: Report, path: Path, every: int = 10) -> None:
-    """Write a PNG file with a panel per measure (rows) and model (columns), for one interval."""
-    models = list(dict.fromkeys(row.metric.partition(", ")[2] for row in _of(report, "steps lost")))
-    schemes = list(dict.fromkeys(row.system for row in report.results))
+    """Write a PNG file with a panel per measure (rows) and model (columns), for one interval.
+
+    Schemes that were measured with some of the models only are left out.
+    """
+    lost = [(row.system, row.metric.partition(", ")[2]) for row in _of(report, "steps lost")]
+    models = list(dict.fromkeys(model for _, model in lost))
+    schemes = [name for name, count in Counter(name for name, _ in lost).items() if count == len(models)]
     figure = Figure(figsize=(2.4 * len(models) + 2.6, 2.2 + 0.75 * len(schemes)), layout="constrained")
     grid = figure.subplots(len(_SHOWN), len(models), squeeze=False, sharey=True)
     for axes, (metric, unit) in zip(grid, _SHOWN, strict=True):

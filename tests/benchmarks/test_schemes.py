@@ -16,6 +16,7 @@ from torch import nn
 
 from benchmarks import models
 from benchmarks.async_peers import Saver, process_group, train
+from benchmarks.models_child import Cell, Recovered
 from benchmarks.schemes import SCHEMES, State
 
 ENGINES = ["DeepSpeed Torch engine", "DeepSpeed Fast engine", "DeepSpeed Decoupled engine"]
@@ -77,11 +78,24 @@ def test_unavailable_scheme_is_named_and_left_out(
     assert capsys.readouterr().out == "left out: safetensors (no such thing)\n"
 
 
-def test_an_unfinished_run_has_all_intervals_of_the_first_schemes() -> None:
-    """Test the order of the cells: intervals and kills of asymcheck, then those of a slower scheme."""
-    grid = models.Grid(["GPT-2"], "tiny", {10: 3, 1: 2}, ["asymcheck +S+O", "torch.save"])
-    order = [(cell.scheme, cell.every) for cell in grid.cells()]
-    assert order == [(scheme, every) for scheme in grid.schemes for every in (10, models._KILL, 1)]
+def test_an_unfinished_run_has_the_most_important_cells() -> None:
+    """Test the order of the cells: all models of asymcheck, one of another scheme, another interval, then the rest."""
+    ours, other = "asymcheck +S+O", "torch.save"
+    grid = models.Grid(["GPT-2", "BERT"], "tiny", {10: 3, 1: 2}, [ours, other])
+    order = [(cell.model, cell.scheme, cell.every) for cell in grid.cells()]
+    best = [("GPT-2", ours, 10), ("GPT-2", ours, models._KILL), ("BERT", ours, 10), ("BERT", ours, models._KILL)]
+    best += [("GPT-2", other, 10), ("GPT-2", other, models._KILL), ("GPT-2", ours, 1)]
+    rest = [("BERT", ours, 1), ("GPT-2", other, 1), ("BERT", other, 10), ("BERT", other, models._KILL)]
+    assert order == [*best, *rest, ("BERT", other, 1)]
+
+
+def test_failed_recovery_has_no_time() -> None:
+    """Test two kills, one of which left no readable checkpoint: its error takes milliseconds."""
+    cell = Cell("GPT-2", "tiny", "torch.save", models._KILL, 2)
+    restored, failed = Recovered(6, 0.5, 1.0, is_exact=True), Recovered(-1, 0.001, 1.0, is_exact=False)
+    medians = {one.metric: one.median for one in models._recovery_rows(cell, [(7, restored), (7, failed)])}
+    assert (medians["recovery, GPT-2"], medians["steps lost, GPT-2"], medians["bit-exact, GPT-2"]) == (500, 4.5, 0.5)
+    assert "recovery, GPT-2" not in {one.metric for one in models._recovery_rows(cell, [(7, failed)])}
 
 
 def test_time_is_taken_when_the_first_checkpoints_are_done(tmp_path: Path) -> None:

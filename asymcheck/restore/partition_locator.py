@@ -15,6 +15,7 @@ from asymcheck.errors import (
     AsymcheckError,
     LockTimeoutError,
     MissingPartitionError,
+    ReadOnlyStoreError,
     UnsupportedFormatError,
     result_or_error,
 )
@@ -138,6 +139,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
             UnsupportedFormatError: a pack that may hold partitions requires a newer version of asymcheck.
             LockTimeoutError: a pack that may hold partitions was locked by another process for too long.
             MissingPartitionError: partitions were not found; the message names unreadable packs, with reasons.
+            ReadOnlyStoreError: this user may not read a pack that may hold partitions.
             TooManyFilesError: this process has reached its limit of open files.
         """
         self.tier = tier  # where the packs are
@@ -173,8 +175,14 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
 
     def _search(self) -> None:
         """Find the partitions, until none is missing."""
+        refusal: ReadOnlyStoreError | None = None
         for pack_id in self._everywhere(self._needs.digests) if self._missing else ():
-            pack = self._open(pack_id)
+            try:
+                pack = self._open(pack_id)
+            except ReadOnlyStoreError as error:
+                # Other packs may hold the partitions.
+                refusal = error
+                continue
             if pack is not None and pack.damage is not None:
                 self._scanned[pack_id] = pack.damage
             if pack is not None and not self._take(pack):
@@ -182,6 +190,8 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
                 pack.close()
             if not self._missing:
                 return
+        if refusal is not None:
+            raise refusal
 
     def _open(self, pack_id: PackId) -> OpenPack | None:
         if pack_id in self._packs or pack_id in self._problems:

@@ -77,6 +77,9 @@ def test_one_of_two_copies_cannot_be_read(store_path: Path) -> None:
     assert findings
     assert {finding.severity for finding in findings} == {Severity.WARNING}
     assert all(first.name in finding.where and "Input/output error" in finding.message for finding in findings)
+    with _broken(store_path, lambda file: file == first, errno.EACCES, "open_read") as store:
+        for step in (0, 1):
+            assert fingerprint(store.load(step)) == fingerprint(make_state(0))
 
 
 def test_the_newest_cannot_be_read(path: Path) -> None:

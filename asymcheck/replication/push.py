@@ -13,7 +13,6 @@ from pathlib import PurePosixPath
 from asymcheck.commit.encoder import Encoder
 from asymcheck.config import StoreConfig
 from asymcheck.errors import (
-    INCONCLUSIVE,
     AsymcheckError,
     ClosedStoreError,
     DamagedPartitionError,
@@ -23,9 +22,12 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     MissingPartitionError,
+    ReadOnlyStoreError,
     RecoveryError,
+    RemoteUnreachableError,
     StorageError,
     StoreNotFoundError,
+    TooManyFilesError,
     result_or_error,
 )
 from asymcheck.executor import begin, share
@@ -233,7 +235,7 @@ class _Push:
         try:
             manifests = read_manifests(self.local, self.listing)
             data = {name: self.local.manifests.read_bytes(run, ref, name) for name in self.listing.manifests}
-        except (ClosedStoreError, ForkedStoreError, *INCONCLUSIVE):
+        except (ClosedStoreError, ForkedStoreError, RemoteUnreachableError, TooManyFilesError):
             raise
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
@@ -310,7 +312,7 @@ class _Push:
         """Send missing partitions except ``excluded``; return the old and new packs that the checkpoint relies on."""
         needed = dict.fromkeys(name for manifest in manifests for name in manifest.partitions() if name not in excluded)
         with (
-            PartitionLocator.of_manifests(self.local, manifests) as local,
+            self._located(manifests) as local,
             older_of(self.local, self.older) as older,
         ):
             names = local.in_reading_order(list(needed))
@@ -322,6 +324,13 @@ class _Push:
                     if error.digest is None or error.digest in self.damaged:
                         raise
                     self.damaged.add(Digest(error.digest))
+
+    def _located(self, manifests: Sequence[Manifest]) -> PartitionLocator:
+        try:
+            return PartitionLocator.of_manifests(self.local, manifests)
+        except ReadOnlyStoreError as error:
+            # The store refuses, and not the location, so other checkpoints may be readable.
+            raise InconsistentCheckpointError(f"its packs cannot be read: {error}") from error
 
     def _send_from(
         self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older

@@ -9,7 +9,7 @@ import numpy as np
 
 from asymcheck.codecs.container import Segment, segment_of
 from asymcheck.commit.encoder import Base, Contents, Encoder
-from asymcheck.errors import AsymcheckError, result_or_error
+from asymcheck.errors import AsymcheckError, ReadOnlyStoreError, result_or_error
 from asymcheck.format import registry
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.transfer_plan import Frame, TransferPlanner, frame_of
@@ -28,9 +28,12 @@ Older = tuple[Sequence[Manifest], PartitionLocator]
 @contextlib.contextmanager
 def older_of(local: ReadTier, listing: CheckpointFiles | None) -> Iterator[Older]:
     """Open an older checkpoint for deltas; yields no manifest if there is none."""
-    opened = None if listing is None else result_or_error(_open_older, local, listing)
+    opened: Older | AsymcheckError | None = None
+    if listing is not None:
+        # A deleted, damaged or unreadable older checkpoint only costs compression.
+        with contextlib.suppress(ReadOnlyStoreError):
+            opened = result_or_error(_open_older, local, listing)
     if opened is None or isinstance(opened, AsymcheckError):
-        # A deleted or damaged older checkpoint only costs compression.
         opened = (), PartitionLocator(local, PartitionSet.of_lengths({}))
     with opened[1]:
         yield opened

@@ -6,10 +6,11 @@ processes.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from asymcheck.replication.push_loop import PushLoop
 from asymcheck.replication.push_status import PushRequest
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
+from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import PackFile, Slot
 from asymcheck.storage.remote import RemoteTier, clients
@@ -39,6 +41,7 @@ from asymcheck.storage.remote.client_interface import Entry, FileSystem
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef
+from tests.crash import faults
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
 from tests.zygote import wait_until
 
@@ -179,6 +182,27 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
         pushing = by_thread(opened, folder)
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
         with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: .*Input/output error"):
+            assert pushing.close().damaged == 1
+    check_location(folder, 1)
+
+
+def test_one_that_this_user_may_not_read_does_not_hold_up_the_others(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that an older checkpoint is pushed, and that the warning names the reason."""
+    newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
+    open_read = Files.open_read
+
+    def checked(files: Files, path: PurePath) -> int:
+        if path == newest:
+            faults.refuse(errno.EACCES)("open_read", newest)
+        return open_read(files, path)
+
+    monkeypatch.setattr(Files, "open_read", checked)
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        pushing = by_thread(opened, folder)
+        wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
+        with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: step 2 .*Permission denied"):
             assert pushing.close().damaged == 1
     check_location(folder, 1)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from asymcheck.errors import (
     StoreNotFoundError,
 )
 from asymcheck.format.manifest import Manifest
+from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
 from asymcheck.storage.nvme import PackFile, Slot
 from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.types import Digest
+from tests.crash import faults
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
 from tests.restore.test_bases import delta_of, plain_of, swap, weights
 from tests.restore.test_bases import save_steps as save_weights
@@ -297,6 +300,48 @@ def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
     ):
         opened.push(folder, everything=True)
     check_location(folder, 2)
+
+
+def refuse_newest(store: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse to read the newest pack or manifest, as if it belonged to another user, for instance to root."""
+    files = (store / kind).rglob(f"*.{kind[:-1]}")
+    refused = max(files, key=lambda file: file.stat().st_mtime_ns)
+    open_read = Files.open_read
+
+    def checked(files: Files, path: PurePath) -> int:
+        if path == refused:
+            faults.refuse(errno.EACCES)("open_read", refused)
+        return open_read(files, path)
+
+    monkeypatch.setattr(Files, "open_read", checked)
+
+
+@pytest.mark.parametrize("kind", ["packs", "manifests"])
+def test_files_that_this_user_may_not_read_keep_no_other_from_going(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Test that only the checkpoint that needs them is not pushed."""
+    refuse_newest(store, kind, monkeypatch)
+    save_steps(store, 3)
+    with (
+        Store.open(store, config=CONFIG, create=True) as opened,
+        pytest.raises(InconsistentCheckpointError, match=rf"step 2 .*its {kind} cannot be read: .*Permission denied"),
+    ):
+        opened.push(folder, everything=True)
+    check_location(folder, 1, 3)
+
+
+@pytest.mark.parametrize("kind", ["packs", "manifests"])
+def test_older_checkpoint_that_this_user_may_not_read_only_costs_compression(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Test a push that would send differences from that checkpoint."""
+    with Store.open(store, config=config(compression="smallest"), create=True) as opened:
+        opened.push(folder, 2)
+        refuse_newest(store, kind, monkeypatch)
+        opened.save(state_of(3), step=3)
+        opened.push(folder, 3)
+    check_location(folder, 2, 3)
 
 
 def test_local_read_error_is_not_blamed_on_the_location(

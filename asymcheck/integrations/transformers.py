@@ -123,10 +123,10 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
         """Restore the objects that the Trainer has just created.
 
         Raises:
-            InvalidInputError: :meth:`resume` was not called, or its result was not passed to ``train()``.
+            InvalidInputError: :meth:`resume` was not called before this ``train()``, or its result was not passed.
         """
         training = self._training
-        if training is None or training.trainer.state is not state or training.step != state.global_step:
+        if training is None or not training.may_begin(state):
             raise InvalidInputError(f"the Trainer does not resume from the store; call {_RESUME}")
         training.begin()
 
@@ -185,6 +185,7 @@ class _Training:
         self.trainer = trainer
         self._optimizer: Any = trainer.optimizer
         self.step = 0  # step from which training continues
+        self._has_begun = False
         self.is_due = False  # whether a step is done whose checkpoint may be captured
         self._is_finished = False  # whether the last step was saved
         self._rng = Deferred.of(RngState)
@@ -225,8 +226,13 @@ class _Training:
         self._groups = groups_of(self._optimizer)
         return str(self._folder)
 
+    def may_begin(self, state: TrainerState) -> bool:
+        """Tell whether ``train()`` begins with the restored state, which a failed ``train()`` may have changed."""
+        return not self._has_begun and self.trainer.state is state and self.step == state.global_step
+
     def begin(self) -> None:
         """Restore the objects that the Trainer has created, and save them from now on."""
+        self._has_begun = True
         self._remove_folder()
         for part in (self._scheduler, self._scaler, self._trainer_part, self._rng):
             part.is_live = True

@@ -254,6 +254,28 @@ def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: 
             trainer.train()
 
 
+class _Fail(TrainerCallback):
+    def on_step_begin(self, _args: object, state: TrainerState, *_: object, **__: object) -> None:
+        if state.global_step == 2:
+            raise ZeroDivisionError
+
+
+def test_second_attempt_after_a_failure_needs_another_resume(tmp_path: Path) -> None:
+    """Test that train() does not begin at step 0 with the weights of the failed attempt."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback, fail, begun = AsymcheckCallback(store, every=1), _Fail(), Begun()
+        trainer = make_trainer(tmp_path, max_steps=4)
+        trainer.add_callback(fail)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint=callback.resume(trainer))
+        trainer.remove_callback(fail)
+        with pytest.raises(InvalidInputError, match="call trainer"):
+            trainer.train()
+        trainer.add_callback(begun)
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+        assert (begun.step, trainer.state.global_step) == (1, 4)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"auto_find_batch_size": True}, "smaller batches"), ({"ignore_data_skip": True}, "ignore_data_skip")],

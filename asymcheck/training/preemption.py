@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asymcheck.capture.signals import INTERRUPTS
-from asymcheck.config import Grace
+from asymcheck.config import SECONDS, Grace, check_number
 from asymcheck.errors import InvalidInputError, Preempted, PreemptionWarning, warn_user
 from asymcheck.executor import Thread, start
 from asymcheck.training.interval_controller import AnnouncedSteps
@@ -193,7 +193,10 @@ class Preemption:
     def _ask(self, asks: Callable[[], float | None], *, is_failing: bool) -> bool:
         try:
             if (seconds := asks()) is not None:
-                self.notice(float(seconds), "notice of the machine")
+                # The time may be over already.
+                left_s = max(float(seconds), 0.0)
+                check_number("notice()", left_s, *SECONDS)
+                self.notice(left_s, "notice of the machine")
         except Exception as error:  # noqa: BLE001 - the training must go on
             if not is_failing:
                 self._warn(f"no notice of the machine can be received: {error!r}")

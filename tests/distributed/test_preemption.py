@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from asymcheck.config import Grace
-from asymcheck.errors import Preempted, StorageError
+from asymcheck.errors import Preempted, PreemptionWarning, StorageError
 from asymcheck.training.preemption import Preemption
 
 
@@ -66,3 +67,14 @@ def test_a_limit_of_threads_leaves_the_signals_to_the_program(monkeypatch: pytes
     with pytest.raises(StorageError, match="cannot start thread asymcheck-preemption"):
         Preemption("run", Grace(), None)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_notice_that_is_no_time_does_not_end_the_training() -> None:
+    """Test NaN, which is reported, and a time that is over, which ends the training."""
+    preemption = Preemption("run", Grace(signals=()), None)
+    with pytest.warns(PreemptionWarning, match=r"no notice of the machine .*notice\(\) nan: give a number"):
+        assert preemption._ask(lambda: math.nan, is_failing=False)
+    assert not preemption.ends_at(1)
+    assert not preemption._ask(lambda: -1.0, is_failing=True)
+    assert preemption.ends_at(2)
+    preemption.close()

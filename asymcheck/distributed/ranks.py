@@ -49,7 +49,7 @@ class Ranks:
         Raises:
             InvalidInputError: an argument is invalid.
         """
-        numbers = [number for number in (rank, world_size, local_size) if number is not None]
+        numbers = [rank, world_size, *(() if local_size is None else (local_size,))]
         if any(type(number) is not int for number in numbers) or not 0 <= rank < world_size <= WORLD_SIZE_MAX:
             raise InvalidInputError(
                 f"rank {rank!r} of {world_size!r}: give integers, with a rank from 0 to the world size minus 1"

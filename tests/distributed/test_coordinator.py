@@ -466,6 +466,8 @@ def test_a_connection_to_a_dead_store_is_tried_no_longer_than_the_time_limit() -
         (-1, 2, None, 1),
         (0, 100_000, None, 1),
         (True, 2, None, 1),
+        (None, 2, None, 1),
+        (0, None, None, 1),
         (0, 2, object(), 1),
         (0, 2, None, 0),
         (0, 2, None, "60"),

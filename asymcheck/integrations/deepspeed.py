@@ -282,8 +282,8 @@ def read_weights(
     # One glob reads weights and shapes from the same checkpoint.
     state: Any = store.load(step, run=run, tensors=f"{part}.[ws][eh]*")
     for key in part.split("."):
-        state = state[key]
-    if not state.keys() >= {"weights", "shapes"}:
+        state = state.get(key) if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or not state.keys() >= {"weights", "shapes"}:
         raise InvalidInputError(f"{part} is no state of a DeepSpeed engine; give the key of the engine in the state")
     shapes = state["shapes"]
     return {name: flat.view(shapes[name]) for name, flat in state["weights"].items()}

@@ -138,11 +138,12 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
 
 
 def test_weights_of_another_object_are_refused(tmp_path: Path) -> None:
-    """Test the key of a module, whose tensors have similar names."""
+    """Test keys of modules, whose tensors have similar names, and a glob instead of a key."""
     with Store.open(tmp_path / "store", create=True) as store:
-        store.save({"model": torch.nn.Linear(2, 2)}, step=1)
-        with pytest.raises(InvalidInputError, match="model is no state of a DeepSpeed engine"):
-            read_weights(store, part="model")
+        store.save({"model": torch.nn.Linear(2, 2), "parts": [torch.nn.Linear(2, 2)]}, step=1)
+        for part in ("model", "parts.0", "m*"):
+            with pytest.raises(InvalidInputError, match="is no state of a DeepSpeed engine"):
+                read_weights(store, part=part)
 
 
 class Hostile:

@@ -107,8 +107,12 @@ class ReleaseEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not 
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights by the names of the model, without a common prefix such as ``model.``."""
-        prefixes = {name.partition(".")[0] for name in self._weights}
-        start = len(prefixes.pop()) + 1 if len(prefixes) == 1 else 0
+        parts = [f"{name}.".split(".")[:2] for name in self._weights]
+        outer, inner = {part[0] for part in parts}, {part[1] for part in parts}
+        own = {name for name, _ in self.model.named_children()}
+        # The prefix may also be the name of a part of the model.
+        is_own = outer <= own and inner.isdisjoint(own)
+        start = len(outer.pop()) + 1 if len(outer) == 1 and not is_own else 0
         for name, tensor in self._weights.items():
             assert isinstance(tensor, torch.Tensor)  # noqa: S101 - for mypy
             yield name[start:], tensor

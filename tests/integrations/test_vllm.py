@@ -170,3 +170,17 @@ def test_names_without_a_common_prefix_stay(engine: Worker, tmp_path: Path) -> N
     engine.init_transfer_engine(engine.init_info_cls(str(tmp_path / "releases")))
     engine.update_weights({})
     assert sorted(engine.model.weights) == ["model.a", "models.b"]
+
+
+def test_prefix_that_belongs_to_the_model_stays(engine: Worker, tmp_path: Path) -> None:
+    """Test weights of a model with tied embeddings, all of which are below its part ``model``."""
+    for name in ("model", "lm_head"):
+        engine.model.add_module(name, torch.nn.Identity())
+    state = {"model.embed.weight": torch.ones(3), "model.layers.weight": torch.zeros(3)}
+    with Publisher(Publish(str(tmp_path / "releases"))) as publisher:
+        for number, published in enumerate((state, {"model": state}), 1):
+            publisher.publish(published, number)
+            engine.model.weights.clear()
+            engine.init_transfer_engine(engine.init_info_cls(str(tmp_path / "releases")))
+            engine.update_weights({})
+            assert has(engine.model, state)

@@ -327,7 +327,8 @@ class _Fit:
         self._is_due, self._place = False, place
         for part in self._waiting:
             part.is_live = True
-        metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
+        # Their values stay on their device unless the step is saved, because the training would wait for the device.
+        metrics: Any = self._trainer.callback_metrics
         save(self._step, first_metrics(metrics))
         self._random = {}
 

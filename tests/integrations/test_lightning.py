@@ -74,6 +74,30 @@ def test_a_thousand_metrics_do_not_end_the_fit(tmp_path: Path) -> None:
     assert (len(metrics), "val_loss" in metrics) == (256, True)
 
 
+class LogsOnDevice(Callback):
+    """Logs a metric that counts how often it is read."""
+
+    reads = 0
+
+    def __float__(self) -> float:
+        """Return the value, as from a device."""
+        self.reads += 1
+        return 0.5
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Log the metric."""
+        trainer.callback_metrics["cost"] = self
+
+
+def test_metrics_are_read_for_saved_steps_only(tmp_path: Path) -> None:
+    """Test that other steps do not wait for the device."""
+    metric = LogsOnDevice()
+    with Store.open(tmp_path / "store", create=True) as store:
+        fit(tmp_path, AsymcheckCallback(store, every=4), metric, max_epochs=1)
+        assert [checkpoint.metrics["cost"] for checkpoint in store.checkpoints()] == [0.5, 0.5]
+    assert metric.reads == 2
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run for each kind of end and schedule."""

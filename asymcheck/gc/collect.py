@@ -287,7 +287,7 @@ class StoreSweep:
             saving = {key[: registry.DIGEST_BYTES] for key in transaction.pins()}
         for run, ref, names in unfinished:
             if ref.save_id not in saving:
-                manifests.remove_unfinished(run, ref, names)
+                manifests.remove_files(run, ref, names)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,7 @@ class _Processes:
 
     def kill_in(self, act: Callable[[Store], object], dies_at: Callable[[Path], bool]) -> None:
         """Run an operation of the process that is killed before a sync."""
+        self._files.revive()
         self._files.dies_at = dies_at
         with pytest.raises(_Killed):
             act(self._dying)
@@ -113,6 +114,21 @@ def test_deleted_checkpoint_does_not_return_without_packs(processes: _Processes)
     for step in (0, 1):
         save(store, journal, step)
     processes.kill_in(lambda dying: delete(dying, journal, 0), _is_checkpoint)
+    for left, promised in processes.power_losses(store.gc):
+        check_unrepaired(left / "store", promised)
+
+
+def test_removed_folder_does_not_return_with_manifests(processes: _Processes) -> None:
+    """Test two kills: of a deletion before its sync, and of a collection after it has removed the empty folder."""
+    store, journal = processes.living, processes.journal
+    for step in (0, 1):
+        save(store, journal, step)
+    ref = store.checkpoints()[0].ref
+    processes.kill_in(lambda dying: delete(dying, journal, 0), _is_checkpoint)
+    processes.kill_in(
+        lambda dying: dying.resources.nvme.manifests.remove_files("default", ref, []),
+        lambda path: path.parent.name == layout.MANIFESTS,
+    )
     for left, promised in processes.power_losses(store.gc):
         check_unrepaired(left / "store", promised)
 

@@ -163,18 +163,10 @@ class ManifestFiles(ManifestReader):
             self._files.sync_directory(directory.parent)
 
     def remove(self, run: str, ref: CheckpointRef) -> None:
-        """Delete a checkpoint durably: first its manifests, then its folder."""
-        directory = self.directory(run, ref)
-        for name in self._files.list(directory):
-            if layout.parse_manifest_name(name) is not None:
-                self._files.unlink(directory / name)
-        try:
-            self._files.sync_directory(directory)
-        except FileNotFoundError:
-            # A collection or another deletion has removed the folder. Make the removal durable.
-            self._files.sync_directory(directory.parent)
-        temporary = [name for name in self._files.list(directory) if name.endswith(layout.TEMPORARY)]
-        self.remove_unfinished(run, ref, temporary)
+        """Delete a checkpoint durably."""
+        names = self._files.list(self.directory(run, ref))
+        ours = [name for name in names if name.endswith(layout.TEMPORARY) or layout.parse_manifest_name(name)]
+        self.remove_files(run, ref, ours)
 
     def _files_of(self, run: str, ref: CheckpointRef) -> tuple[CheckpointFiles, list[str]]:
         """Return the manifests and the temporary files in the folder of a checkpoint."""
@@ -186,12 +178,19 @@ class ManifestFiles(ManifestReader):
         found = [(run, ref, *self._files_of(run, ref)) for run, ref in among]
         return [(run, ref, temporary) for run, ref, files, temporary in found if temporary or not files.manifests]
 
-    def remove_unfinished(self, run: str, ref: CheckpointRef, names: Iterable[str]) -> None:
-        """Remove temporary files in the folder of a checkpoint, and the folder if it is empty then."""
+    def remove_files(self, run: str, ref: CheckpointRef, names: Iterable[str]) -> None:
+        """Remove files in the folder of a checkpoint durably, and the folder if it is empty then."""
         directory = self.directory(run, ref)
         for name in names:
             self._files.unlink(directory / name)
-        if self._files.remove_directory(directory):
+        try:
+            # A process may have been killed after it removed manifests. They must not return with the folder.
+            self._files.sync_directory(directory)
+            is_removed = self._files.remove_directory(directory)
+        except FileNotFoundError:
+            # A collection or another deletion has removed the folder. Make the removal durable.
+            is_removed = True
+        if is_removed:
             self._files.sync_directory(directory.parent)
 
     def sync_deletions(self) -> list[tuple[str, CheckpointRef]]:

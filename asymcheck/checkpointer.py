@@ -412,6 +412,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         with self._exit_handler, self._noting_partial_restore():
             self._check_may_change_run(saves=False)
+            # Other Checkpointers may be capturing the same tensors.
+            self._store.training.fence()
             if self._coordinator is not None:
                 self._store.training.settle()
                 returned = self._coordinator.rollback(self._background, self._state, self._report)

@@ -44,6 +44,11 @@ _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 _savers_lock = threading.Lock()
 
 
+def _all_savers() -> tuple[BackgroundSaver, ...]:
+    with _savers_lock:
+        return tuple(_savers)
+
+
 def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> LineagePosition:
     """Return the position of a new checkpoint on the line of training.
 
@@ -129,9 +134,7 @@ class TrainingServices:
 
         Their captures become durable, and their memory is freed. ``own`` is the saver of the new Checkpointer.
         """
-        with _savers_lock:
-            savers = tuple(_savers)
-        for saver in savers:
+        for saver in _all_savers():
             if saver.is_replaced_by(own, self.opened.writable(), run):
                 saver.close()
 
@@ -201,8 +204,11 @@ class TrainingServices:
         return lock
 
     def fence(self) -> None:
-        """Wait until states of background saves may change, because a restore may fill them."""
-        for background in tuple(self._backgrounds):
+        """Wait until states of background saves may change, because a restore may fill them.
+
+        Includes the saves into other stores of this process, because the state may be the same.
+        """
+        for background in _all_savers():
             background.fence()
 
     def settle(self) -> None:

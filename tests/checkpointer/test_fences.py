@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError
 from asymcheck.events import watch
 from tests.checkpointer.loops import (
+    CONFIG,
     Loop,
     assert_every_step_is_right,
     assert_stored,
@@ -194,4 +196,27 @@ def test_a_load_into_the_state_waits_for_its_capture(store: Store, unproven: Cap
             if step == 0:
                 checkpointer.wait()
         store.load(step=0, into={"model": model})
+    assert_stored(store, expected)
+
+
+@pytest.mark.parametrize("restore", ["load", "rollback"])
+def test_a_restore_from_another_store_waits_for_the_capture(
+    store: Store, unproven: CaptureConfig, tmp_path: Path, restore: str
+) -> None:
+    """Test weights of another store, loaded or rolled back into a model while the capture of the model is pending."""
+    model, _, loop = linear_loop()
+    with (
+        Store.open(tmp_path / "other", config=CONFIG, create=True) as other,
+        Checkpointer(other, {"model": model}, capture=unproven, every=1) as second,
+        Checkpointer(store, loop.state, capture=unproven, every=1) as checkpointer,
+    ):
+        second.step(0)
+        second.wait()
+        loop.iterate(0)
+        checkpointer.step(0)
+        expected = {0: copy_of(loop.state)}
+        if restore == "load":
+            other.load(into={"model": model})
+        else:
+            second.rollback()
     assert_stored(store, expected)

@@ -112,6 +112,7 @@ class InPlaceFill:
         self._problems: list[str] = []
         self.differences: list[str] = []  # between the given and the stored state, which torch accepts in silence
         self.omissions: list[str] = []  # stored values that a partial state lacks
+        self.loaded: list[str] = []  # names of the tensors that load_state_dict() has got
         self._stages = PipelineStages(parts.own, parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
@@ -378,6 +379,8 @@ class InPlaceFill:
 
         def finish(assembly: Assembly) -> object:
             restored: Any = _put_in(shape, tensors, assembly)
+            # The object copies the tensors that could not be filled in place, for instance those of another dtype.
+            self.loaded += [self._parts.row(number).name for number in tensors]
             try:
                 current.load_state_dict(restored)
             except Exception as error:

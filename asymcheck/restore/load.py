@@ -215,7 +215,7 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
             )
         warn_user(f"the given state differs from {resolved.ref}, which is restored:\n  {shown}", StateDifferenceWarning)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
-    with noting_overwritten(assembly.overwritten):
+    with noting_overwritten(partial(_changed, filler, assembly)):
         fetch_in_place(resolved, assembly)
         return _finish(filler, assembly)
 
@@ -301,7 +301,7 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
             raise DigestMismatchError(f"digest mismatch in partition {name.hex()} in memory; restore() reads the store")
         return data
 
-    with noting_overwritten(assembly.overwritten):
+    with noting_overwritten(partial(_changed, filler, assembly)):
         execute_in_memory(assembly, checked)
         return _finish(filler, assembly)
 
@@ -364,11 +364,16 @@ def _check_overlapping(resolved: Resolved, filled: Sequence[tuple[torch.Tensor, 
         )
 
 
+def _changed(filler: InPlaceFill, assembly: Assembly) -> list[str]:
+    """Return the names of tensors that were filled in place, or handed to ``load_state_dict()``."""
+    return [*dict.fromkeys([*assembly.overwritten(), *filler.loaded])]
+
+
 def _finish(filler: InPlaceFill, assembly: Assembly) -> object:
     try:
         return filler.finish(assembly)
     except RefusedStateError as error:
-        names = assembly.overwritten()
+        names = _changed(filler, assembly)
         raise RefusedStateError(f"{error}. {_overwritten(names)}", names, None) from error.__cause__
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from asymcheck.errors import (
     PartialRestoreError,
     RemoteUnreachableError,
     SkippedCheckpointWarning,
+    StateDifferenceWarning,
 )
 from asymcheck.restore import frame_reader
 
@@ -198,6 +200,32 @@ def test_state_that_an_interrupted_restore_left_is_not_saved(
     checkpointer.save(2)
     checkpointer.close()
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
+
+
+class _Interrupted:
+    """Stateful object without tensors, whose restore is interrupted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("restores_from_memory", [False, True])
+def test_state_that_an_interrupted_conversion_left_is_not_saved(store: Store, *, restores_from_memory: bool) -> None:
+    """Test an interrupt after a model of another dtype, into which torch copies the tensors."""
+    state = {"model": torch.nn.Linear(3, 2), "part": _Interrupted()}
+    with Checkpointer(store, state, every=1) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.wait()
+        state["model"].double()  # type: ignore[attr-defined]  # a module
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StateDifferenceWarning)
+            with pytest.raises(KeyboardInterrupt):
+                (checkpointer.rollback if restores_from_memory else checkpointer.restore)()
+        with pytest.raises(PartialRestoreError, match="failed after it had overwritten"):
+            checkpointer.step(2)
 
 
 def test_state_that_an_unreachable_location_left_is_not_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

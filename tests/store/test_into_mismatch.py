@@ -197,6 +197,15 @@ def test_late_refusal_of_an_object_lists_overwritten_tensors(store: Store) -> No
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_late_refusal_of_an_object_lists_converted_tensors(store: Store) -> None:
+    """Test a module of another dtype, into which torch copies the tensors."""
+    store.save({"model": torch.nn.Linear(3, 2), "picky": Picky()}, step=1)
+    into = {"model": torch.nn.Linear(3, 2).double(), "picky": Picky()}
+    with pytest.warns(StateDifferenceWarning), pytest.raises(PartialRestoreError) as caught:
+        store.load(into=into)
+    assert set(caught.value.overwritten) == {"model.weight", "model.bias", "picky.tensor"}
+
+
 def test_a_tensor_in_two_places_cannot_take_two_tensors(store: Store) -> None:
     """Test a state that ties tensors that the checkpoint has separately: filling it would mix both."""
     store.save({"a": torch.full((BIG,), 1.0), "b": torch.full((BIG,), 2.0)}, step=1)

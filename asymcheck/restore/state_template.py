@@ -270,10 +270,10 @@ def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
         return like_mapping(shape, kept)
     if isinstance(shape, TypedValue):
         content = _select(shape.content, pattern, path)
-        if content is ABSENT:
-            return ABSENT
-        # Values of the other types are only valid as a whole.
-        return dataclasses.replace(shape, content=content) if shape.kind in _DIVISIBLE else shape
+        if shape.kind in _DIVISIBLE:
+            return ABSENT if content is ABSENT else dataclasses.replace(shape, content=content)
+        # Values of the other types are only valid as a whole. A set or a range has a single name, that of the whole.
+        return shape if content is not ABSENT or fnmatch.fnmatchcase(join_name(path), pattern) else ABSENT
     if type(shape) in (list, tuple):
         items = [_select(item, pattern, (*path, index)) for index, item in enumerate(shape)]  # type: ignore[arg-type, var-annotated]  # as above
         if all(item is ABSENT for item in items):

@@ -434,6 +434,14 @@ def test_selection_keeps_the_chosen_parts_of_containers(store: Store) -> None:
     assert store.load(tensors="p") == {"p": Path("x")}
 
 
+@pytest.mark.parametrize("name", ["set", "empty set", "frozenset", "range", "slice", "timedelta"])
+def test_value_is_selected_by_its_name(store: Store, name: str) -> None:
+    """Test values that consist of several numbers, by the name in the list of values."""
+    store.save({"value": VALUES[name](), "weight": torch.ones(2)}, step=1)
+    assert [value.name for value in store.values()[1]] == ["value"]
+    _same(store.load(tensors="value"), {"value": VALUES[name]()})
+
+
 def test_states_of_two_ranks_are_merged_inside_typed_values(store: Store) -> None:
     """Test that mappings of all ranks are merged by key, also in a defaultdict, and that rank 0 wins otherwise."""
     for rank in (0, 1):

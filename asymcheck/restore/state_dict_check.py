@@ -7,10 +7,11 @@ import dataclasses
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key
@@ -30,7 +31,7 @@ _SCHEDULED_OPTIONS = {"params", "param_names", "lr", "betas", "momentum", "max_l
 """Options that change during a training."""
 _IMPLEMENTATION_OPTIONS = {"foreach", "fused"}
 """Options that torch chooses itself where they are None."""
-_OPTION_TYPES = (bool, int, float, str, tuple, type(None))
+_OPTION_TYPES = (bool, int, float, str, tuple, Counter, type(None))
 _ADVICE = (
     "pipeline stages can only be restored by as many ranks as saved them. For another number, save the optimizer's "
     "state by parameter names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with "
@@ -67,6 +68,8 @@ def differences(current: object, stored: Mapping[Key, object], row_of: Callable[
         for number, groups in enumerate(zip(current.param_groups, _groups(stored), strict=False)):
             problems = _group_differences(*groups, _counters(current))
             yield from (f"param_groups.{number}: {problem}" for problem in problems)
+    elif isinstance(current, LRScheduler):
+        yield from _schedule_differences(current, stored)
 
 
 def _conversions(
@@ -134,17 +137,38 @@ def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
     return getattr(optimizer, "defaults", {}).keys() - arguments
 
 
-def _group_differences(
-    given: Mapping[str, object], kept: Mapping[str, object], counters: Container[str]
-) -> Iterator[str]:
+def _group_differences(given: Mapping[str, object], kept: Mapping[str, object], counters: set[str]) -> Iterator[str]:
     """Yield the differences between the options of a group of parameters, except ``counters``."""
     if unlike := _unlike("options", given, kept):
         yield f"{unlike}. Was it an optimizer of another class?"
-    for key in sorted(given.keys() & kept.keys() - _SCHEDULED_OPTIONS):
-        if key in counters or (key in _IMPLEMENTATION_OPTIONS and None in (given[key], kept[key])):
-            continue
+    keys = given.keys() & kept.keys() - _SCHEDULED_OPTIONS - counters
+    left_to_torch = {key for key in keys & _IMPLEMENTATION_OPTIONS if None in (given[key], kept[key])}
+    yield from _changed_options(given, kept, keys - left_to_torch, "optimizer")
+
+
+def _schedule_differences(schedule: LRScheduler, stored: Mapping[Key, Any]) -> Iterator[str]:
+    """Yield the differences between the options of a learning rate schedule of torch, and of its parts."""
+    if type(schedule).__module__ != LRScheduler.__module__:
+        # Another schedule may change its options during a training.
+        return
+    given = schedule.state_dict()
+    public = [dict.fromkeys(key for key in state if not str(key).startswith("_")) for state in (given, stored)]
+    if unlike := _unlike("options", *public):
+        yield f"{unlike}. Was it a schedule of another class?"
+    arguments = inspect.signature(type(schedule)).parameters.keys() - {"last_epoch"}
+    yield from _changed_options(given, stored, arguments & given.keys() & stored.keys(), "schedule")
+    # The parts of a sequence, such as a warm-up. torch has no public name for them.
+    for part, kept in zip(getattr(schedule, "_schedulers", ()), _items(stored.get("_schedulers")), strict=False):
+        if isinstance(kept, dict):
+            yield from _schedule_differences(part, kept)
+
+
+def _changed_options(
+    given: Mapping[Any, object], kept: Mapping[Any, object], keys: Iterable[str], what: str
+) -> Iterator[str]:
+    for key in sorted(keys):
         if type(given[key]) in _OPTION_TYPES and type(kept[key]) in _OPTION_TYPES and given[key] != kept[key]:
-            yield f"{key} is {given[key]!r} in the given optimizer, and {kept[key]!r} in the checkpoint, which is used"
+            yield f"{key} is {given[key]!r} in the given {what}, and {kept[key]!r} in the checkpoint, which is used"
 
 
 def _module_loads_by_name(module: torch.nn.Module) -> bool:

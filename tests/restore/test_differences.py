@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import Optimizer, lr_scheduler
 
 from asymcheck import Checkpointer, Store
 from asymcheck.errors import StateDifferenceWarning, StateMismatchError
@@ -134,6 +137,40 @@ def test_changed_hyperparameter_is_named_with_both_values(path: Path) -> None:
     """Test another weight decay in the code."""
     text = _warning(path, _trained(weight_decay=0.25))
     assert "weight_decay is 0.25 in the given optimizer, and 0.01 in the checkpoint" in text
+
+
+_SCHEDULES: dict[str, tuple[Callable[[Optimizer], object], Callable[[Optimizer], object], str]] = {
+    "more steps": (
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+        "T_max is 20 in the given schedule, and 10 in the checkpoint",
+    ),
+    "other milestones": (
+        lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+        lambda o: lr_scheduler.MultiStepLR(o, [3]),
+        r"milestones is Counter\(\{3: 1\}\) in the given schedule, and Counter\(\{2: 1, 5: 1\}\) in the checkpoint",
+    ),
+    "after a warm-up": (
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 3)], [5]),
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 4)], [5]),
+        "step_size is 4 in the given schedule",
+    ),
+    "another class": (
+        lambda o: lr_scheduler.StepLR(o, 3),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+        "'T_max', 'eta_min' given, but not stored; 'gamma', 'step_size' stored.*Was it a schedule of another class",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _SCHEDULES)
+def test_changed_schedule_is_named(store_path: Path, name: str) -> None:
+    """Test options of a learning rate schedule in the code, which the stored ones replace."""
+    saved, given, named = _SCHEDULES[name]
+    optimizers = [torch.optim.SGD(torch.nn.Linear(4, 2).parameters(), lr=0.1) for _ in range(2)]
+    with Store.open(store_path, create=True) as store:
+        store.save({"schedule": saved(optimizers[0])}, step=1)
+    assert re.search(f"schedule: .*{named}", _warning(store_path, {"schedule": given(optimizers[1])}))
 
 
 class _Counting(torch.optim.AdamW):

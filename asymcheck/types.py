@@ -74,7 +74,10 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Tell whether a value is a :class:`Stateful`, ten times as fast as ``isinstance()``."""
+    """Tell whether a value is a :class:`Stateful`.
+
+    Ten times as fast as ``isinstance()``, which from Python 3.12 on also misses methods of a ``__getattr__``.
+    """
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

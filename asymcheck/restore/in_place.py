@@ -56,7 +56,7 @@ from asymcheck.state.typed_values import (
 )
 from asymcheck.state.walk import is_to_be_called
 from asymcheck.state.zero_redundancy import local_part, share_options
-from asymcheck.types import Stateful
+from asymcheck.types import Stateful, is_stateful
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -115,8 +115,8 @@ class InPlaceFill:
         self.loaded: list[str] = []  # names of the tensors that load_state_dict() has got
         self._stages = PipelineStages(parts.own, parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
-        fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
-        fillable |= typed_value(state) is not None and not isinstance(state, _PLAIN)
+        fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple))
+        fillable |= is_stateful(state) or (typed_value(state) is not None and not isinstance(state, _PLAIN))
         # With several ranks, one of them may have nothing to save.
         is_empty = isinstance(state, (Mapping, list, tuple)) and not state and not reshards and rows_in(stored[0])
         if not fillable or is_empty or isinstance(state, type):
@@ -161,7 +161,7 @@ class InPlaceFill:
     def _match_in_place(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)) and not is_nested(current):
             return self._match_tensor(current, stored, path)
-        if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
+        if is_to_be_called(current):
             if not isinstance(current, torch.optim.Optimizer):
                 return self._match_stateful(current, stored, path)
             # The ranks that stored its parameters are known once all modules are matched.

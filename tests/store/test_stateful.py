@@ -1,5 +1,6 @@
 """Test objects with their own state: modules, optimizers, schedulers, scalers and generators."""
 
+import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from asymcheck import RngState, Store
 from asymcheck.errors import StateDifferenceWarning
+from asymcheck.restore import in_place
 from tests.store.equality import assert_same, tensors_in
 
 LrScheduler = lr_scheduler.LRScheduler
@@ -278,3 +280,29 @@ def test_module_restores_its_extra_state(store: Store) -> None:
     store.save(model, step=1)
     store.load(into=other)
     assert other.seen == 7
+
+
+class _Forwarding:
+    """Wrapper that forwards its attributes to a module."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute
+        return getattr(self._inner, name)
+
+
+class _ByStaticAttributes(type):
+    """Class of protocols that are checked as from Python 3.12 on."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return all(inspect.getattr_static(instance, name, None) for name in ("state_dict", "load_state_dict"))
+
+
+def test_wrapper_that_forwards_its_attributes_is_restored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that what a save takes for an object with a state is one in a restore, in all versions of Python."""
+    monkeypatch.setattr(in_place, "Stateful", _ByStaticAttributes("Stateful", (), {}))
+    model, other = _model(), _model(seed=1)
+    store.save({"model": _Forwarding(model)}, step=1)
+    store.load(into={"model": _Forwarding(other)})
+    assert_same(other.state_dict(), model.state_dict())

@@ -475,6 +475,7 @@ class InPlaceFill:
         self, current: dict[Key, object], mappings: Sequence[dict[Key, object]], path: tuple[Key, ...]
     ) -> Iterator[tuple[Key, object]]:
         """Yield the entries of the own rank that a mapping lacks."""
+        has_objects = not self._reshards and any(map(is_to_be_called, current.values()))
         for key in mappings[0]:
             shapes = [mapping[key] for mapping in mappings if key in mapping]
             if key in current:
@@ -485,7 +486,11 @@ class InPlaceFill:
                     continue
                 if not self._parts.is_whole:
                     self._refuse((*path, key), "is not in the given state, and parts of some ranks are missing")
-            yield key, self._created_from(shapes)
+            shape = self._created_from(shapes)
+            if has_objects and _is_state_of_object(shape):
+                problem = "a module or an optimizer is stored, but not given; add it before the restore"
+                self.differences.append(f"{join_name((*path, key))}: {problem}")
+            yield key, shape
 
     def _match_sequence(
         self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
@@ -541,6 +546,11 @@ class InPlaceFill:
 def _contents(stored: Sequence[object]) -> list[object]:
     """Return stored values, with the contents of typed values: a dict can be filled from a defaultdict."""
     return [value.content if isinstance(value, TypedValue) else value for value in stored]
+
+
+def _is_state_of_object(stored: object) -> bool:
+    """Tell whether a stored value is the state of a module or an optimizer."""
+    return isinstance(stored, dict) and (hasattr(stored, "_metadata") or stored.keys() == {"state", "param_groups"})
 
 
 def _put_in_order(current: dict[Key, object], stored: Mapping[Key, object]) -> None:

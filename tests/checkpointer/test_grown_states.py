@@ -47,3 +47,20 @@ def test_restored_entries_keep_their_stored_order(store_path: Path) -> None:
         with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             checkpointer.restore()
     assert list(state["history"]) == ["first", *names]  # type: ignore[call-overload]  # as above
+
+
+def test_forgotten_module_in_a_mapping_is_named(store_path: Path) -> None:
+    """Test a module and an optimizer beside other objects. Copies of weights in a mapping of values are no objects."""
+    nets = {name: torch.nn.Linear(2, 2) for name in "ab"}
+    optimizer = torch.optim.SGD(nets["a"].parameters())
+    with Store.open(store_path, create=True) as store:
+        state = {"nets": {**nets, "optimizer": optimizer}, "best": {"weights": nets["a"].state_dict()}}
+        store.save(state, step=1)
+        given: dict[str, dict[str, object]] = {"nets": {"a": torch.nn.Linear(2, 2)}, "best": {}}
+        with Checkpointer(store, given) as checkpointer, pytest.warns(StateDifferenceWarning) as caught:
+            checkpointer.restore()
+    (told,) = [str(warning.message) for warning in caught]
+    for name in ("nets.b", "nets.optimizer"):
+        assert f"{name}: a module or an optimizer is stored, but not given" in told
+    assert "best" not in told
+    assert given["best"].keys() == {"weights"}

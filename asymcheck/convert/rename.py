@@ -142,6 +142,8 @@ def _target(path: _Path, new: str) -> _Path:
     if not start and len(path) > 1 and "." in new:
         first, new = new.split(".", 1)
         start.append(first)
+    if new == join_name(path[len(start) :]):
+        return (*start, *path[len(start) :])
     ends = (path[place:] for place in range(len(start) + 1, len(path)))
     end = next((end for end in ends if new.endswith(f".{join_name(end)}")), ())
     middle = new[: -len(join_name(end)) - 1] if end else new

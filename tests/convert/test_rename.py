@@ -33,6 +33,7 @@ def renamed(state: object, *pairs: tuple[str, str]) -> Any:  # noqa: ANN401 - a 
         ({"state_dict": {"net.w": ONE}}, (r"^state_dict\.", ""), {"net": {"w": ONE}}),
         ({"o": {"state": {0: {"m": ONE}}, "lr": 1}}, (r"\.m$", ".v"), {"o": {"state": {0: {"v": ONE}}, "lr": 1}}),
         ({"o": {"state": {0: {"m": ONE}}, "lr": 1}}, ("^o", "p"), {"o": {"lr": 1}, "p": {"state": {0: {"m": ONE}}}}),
+        ({"state": {0: {"m": ONE}, 1: TWO}}, ("^state", "s"), {"s": {0: {"m": ONE}, 1: TWO}}),
         ({"a": ONE, "b": TWO}, ("^a$", "c"), {"c": ONE, "b": TWO}),
         ({"a": ONE}, ("^", "net."), {"net.a": ONE}),
         ({"m": {"a": ONE}}, (r"\ba", "net.a"), {"m": {"net.a": ONE}}),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asymcheck.errors import RefusedStateError
+from asymcheck.errors import RefusedStateError, StateDifferenceWarning, warn_user
 
 MT19937_WORDS = 624
 """Numbers in the block of a Mersenne Twister."""
@@ -52,6 +52,9 @@ class RngState:
         """Set all generators.
 
         CUDA generators are set when this process has as many devices as the one that saved.
+
+        Warns:
+            StateDifferenceWarning: the number of CUDA devices differs, and is not 0.
         """
         stored: dict[str, Any] = dict(state_dict)
         position = stored["numpy"][2]
@@ -60,8 +63,13 @@ class RngState:
             problem = f"the position {position!r:.20} of the generator of numpy is outside its block"
             raise RefusedStateError(problem, (), None)
         set_torch_state(torch.default_generator, stored["torch"])
-        if torch.cuda.is_available() and len(stored["cuda"]) == torch.cuda.device_count():
+        saved, present = len(stored["cuda"]), torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if saved == present > 0:
             torch.cuda.set_rng_state_all([state.cpu() for state in stored["cuda"]])
         np.random.set_state(tuple(stored["numpy"]))  # noqa: NPY002 - as above
         version, words, gauss = stored["random"]
         random.setstate((version, tuple(map(int, words)), gauss))
+        if present and saved not in (0, present):
+            # Last, because warnings may be errors.
+            told = f"the random numbers of {saved} CUDA devices are not restored, because this process has {present}"
+            warn_user(told, StateDifferenceWarning)

@@ -451,6 +451,15 @@ class BackgroundPush:
                 with self._turn:
                     self._requests = self._statuses = self._process = None
 
+    def abandon(self) -> None:
+        """End the child at once, and wait for nothing. The next push of this store to the location sends the rest."""
+        # In a forked process, the child belongs to the parent.
+        if self._is_open and self._pid == os.getpid():
+            self._is_given_up = True
+            self._ask(is_closing=True, close_s=0.0)
+            if (process := self._process) is not None:
+                process.kill()
+
     def __enter__(self) -> BackgroundPush:
         return self.start()
 

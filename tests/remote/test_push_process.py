@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -327,6 +328,28 @@ def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
     check_location(folder, 1, 2)
+
+
+@pytest.mark.slow
+def test_process_of_a_replaced_checkpointer_ends(store: Path, folder: str) -> None:
+    """Test a notebook cell that is run again without closing its Checkpointer."""
+    pushers: list[BackgroundPush] = []
+    with Store.open(store, config=CONFIG) as opened:
+        for step in (3, 4):
+            state = state_of(step)
+            checkpointer = Checkpointer(opened, state, every=1, keep=None, push=Push(folder))
+            checkpointer.restore()
+            state.update(state_of(step))
+            checkpointer.step(step)
+            pushers.append(checkpointer._pusher)
+        gc.collect()
+        replaced, own = (pushing._thread for pushing in pushers)
+        assert replaced is not None
+        assert own is not None
+        replaced.join(30)
+        assert (replaced.is_alive(), own.is_alive()) == (False, True)
+        checkpointer.close()
+    check_location(folder, 1, 2, 3, 4)
 
 
 @pytest.mark.slow

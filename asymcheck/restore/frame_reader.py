@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asymcheck.codecs.decode import BaseReader, FrameReader, base_reader, decode_checked
-from asymcheck.errors import INCONCLUSIVE, DamagedPartitionError, DigestMismatchError, FormatError, StorageError
+from asymcheck.errors import (
+    INCONCLUSIVE,
+    DamagedPartitionError,
+    DigestMismatchError,
+    FormatError,
+    LockTimeoutError,
+    StorageError,
+)
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, check_frame, check_header, check_padding
@@ -78,6 +85,7 @@ def read_any(
 
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.
+        LockTimeoutError: another process has locked a pack that may hold an intact copy.
     """
     first = first or sources.copy(name)
     slot = slot or Slot(first.stored_length)
@@ -88,7 +96,7 @@ def read_any(
         try:
             with contextlib.ExitStack() as slots:
                 return read_checked(copy, name, slot, _base_reader_of(sources, slots), room)
-        except INCONCLUSIVE:
+        except (LockTimeoutError, *INCONCLUSIVE):
             raise
         except StorageError as error:
             # Errors of the drive do not name the frame.
@@ -96,6 +104,7 @@ def read_any(
         except FormatError as error:
             problems.append(str(error))
         _note_damage(sources, copy)
+    sources.check_locks()
     raise DamagedPartitionError("; ".join(problems), name)
 
 

@@ -16,6 +16,7 @@ from asymcheck.errors import (
     DigestMismatchError,
     FormatError,
     InconsistentCheckpointError,
+    LockTimeoutError,
     PartialRestoreError,
     RefusedStateError,
     StateDifferenceWarning,
@@ -328,14 +329,15 @@ def fetch_in_place(resolved: Resolved, assembly: Assembly) -> None:
             were overwritten.
         DamagedPartitionError: no copy of a partition is intact; nothing was overwritten.
         PartialRestoreError: no copy of a partition is intact; some tensors were overwritten.
-        RemoteUnreachableError, TooManyFilesError: a partition could not be read; the message lists overwritten tensors.
+        RemoteUnreachableError, TooManyFilesError, LockTimeoutError: a partition could not be read; the message lists
+            overwritten tensors.
     """
     try:
         execute(assembly, resolved)
         _check_overlapping(resolved, assembly.overlapping)
     except AsymcheckError as error:
         error.overwritten = tuple(assembly.overwritten())
-        if not error.overwritten or not isinstance(error, (DamagedPartitionError, *INCONCLUSIVE)):
+        if not error.overwritten or not isinstance(error, (DamagedPartitionError, LockTimeoutError, *INCONCLUSIVE)):
             raise
         if isinstance(error, DamagedPartitionError):
             raise PartialRestoreError(str(error), error.overwritten, None) from error

@@ -396,6 +396,13 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
                 copies = self._copies_of(digests, pack_id)
             yield from (copy for copy in copies if copy not in damaged)
 
+    def check_locks(self) -> None:
+        """Raise LockTimeoutError if another process has locked a pack that may hold further copies. Thread-safe."""
+        with self._searching:
+            locked = [problem for problem in self._problems.values() if isinstance(problem, LockTimeoutError)]
+        if locked:
+            raise locked[0]
+
     def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
         """Sort digests by the position of their frames, pack by pack."""
         order = np.argsort(self._places_of(digests), kind="stable")

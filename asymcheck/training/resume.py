@@ -25,6 +25,7 @@ from asymcheck.errors import (
     FormatError,
     HeadRecordError,
     InconsistentCheckpointError,
+    LockTimeoutError,
     LostCheckpointError,
     RankFailedError,
     RanksError,
@@ -465,7 +466,7 @@ def _restored_part(
         for tier, ranks in attempts:
             try:
                 loaded = load_part(opened.with_memory(tier), run, ref, wanted, ranks)
-            except (UnsupportedFormatError, RefusedStateError, *INCONCLUSIVE) as error:
+            except (UnsupportedFormatError, RefusedStateError, LockTimeoutError, *INCONCLUSIVE) as error:
                 error.overwritten = error.overwritten or overwritten
                 raise
             except (FormatError, RecoveryError, StorageError) as error:

@@ -1,13 +1,16 @@
 """Test reads of a checkpoint in more packs than the process may have open, which never give an older checkpoint."""
 
+import contextlib
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from asymcheck import Store, StoreConfig
+from asymcheck.errors import LockTimeoutError
 from asymcheck.format.digest import digest
 from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.resolve import resolve_one
@@ -59,6 +62,27 @@ def test_a_pack_may_be_repacked_while_its_file_is_closed(store_path: Path, monke
             assert store.gc().repacked_packs >= 8
             for extent in [extent for row in resolved.manifests[0].rows() for extent in row.extents]:
                 assert digest(read_any(sources, extent.digest)) == extent.digest
+
+
+def test_a_pack_that_is_locked_while_its_file_is_closed_is_not_damaged(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a read of more packs than may be open, some of which another process has locked since."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, limits[1]))
+    with Store.open(store_path, config=StoreConfig(slots=1, read_lock_timeout_s=0.05), create=True) as store:
+        kept = {f"x{step}": torch.full((3000,), float(step)) for step in range(12)}
+        for step in range(12):
+            store.save({"x": kept[f"x{step}"], "garbage": torch.full((9000,), -float(step))}, step=step)
+        store.save(kept, step=12)
+        tier = store.resources.nvme
+        resolved = resolve_one(tier, tier.manifests.checkpoints("default")[-1])
+        with resolved.sources as sources, contextlib.ExitStack() as stack:
+            held = [stack.enter_context(tier.locked(pack)) for pack in (store_path / "packs").iterdir()]
+            assert sum(held) >= 8
+            names = [extent.digest for row in resolved.manifests[0].rows() for extent in row.extents]
+            with pytest.raises(LockTimeoutError, match="was locked"):
+                list(map(partial(read_any, sources), names))
 
 
 SEEKER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,13 @@ from asymcheck.events import Event, observe
 from asymcheck.fsck.verify import Severity
 from asymcheck.gc.repack import BaseLocations
 from asymcheck.gc.retention_runner import Pruner
+from asymcheck.restore.load import LoadRequest
 from asymcheck.storage.local_files import Files, translated
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.reachability import StoreReachability
+from asymcheck.training.resume import _restored_part
 from asymcheck.types import Digest, Location, PackId
+from tests.damage.flips import flip
 from tests.store.deltas import CONFIG, PLAIN, entries_of, noise, pack_of_the_delta
 
 _CHILD = """
@@ -263,6 +267,40 @@ def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest
             with pytest.raises(LockTimeoutError, match="was locked"):
                 reader.restore()
         assert reader.restore().checkpoint.step == 2
+
+
+def test_a_rank_does_not_pass_over_a_checkpoint_in_a_locked_pack(store_path: Path) -> None:
+    """Test that the part of a rank does not count as damaged, so that all ranks would restore an older checkpoint."""
+    impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
+    with Store.open(store_path, config=impatient, create=True) as store:
+        ref = store.save({"noise": noise(1)}, step=1).ref
+        (pack,) = (store_path / "packs").iterdir()
+        wanted = LoadRequest("*", {"noise": noise(2)}, torch.device("cpu"), rank=0)
+        with NvmeTier(store_path, PLAIN, read_only=True).locked(pack) as held:
+            assert held
+            with pytest.raises(LockTimeoutError, match="was locked"):
+                _restored_part(store, "default", ref, wanted, None)
+        assert _restored_part(store, "default", ref, wanted, None).step == 1
+
+
+def test_a_copy_in_a_locked_pack_makes_no_older_checkpoint_the_newest(store_path: Path, tmp_path: Path) -> None:
+    """Test a damaged frame, of which another process has locked the intact copy."""
+    impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
+    with Store.open(tmp_path / "twin", config=PLAIN, create=True) as twin:
+        twin.save({"noise": noise(2)}, step=2)
+    (twin_pack,) = (tmp_path / "twin" / "packs").iterdir()
+    with Store.open(store_path, config=impatient, create=True) as store:
+        store.save({"noise": noise(1)}, step=1)
+        (old,) = (store_path / "packs").iterdir()
+        store.save({"noise": noise(2)}, step=2)
+        (new,) = {*(store_path / "packs").iterdir()} - {old}
+        flip(new, 3 * 4096 * 8)
+        copy = Path(shutil.copy(twin_pack, store_path / "packs"))
+        with NvmeTier(store_path, PLAIN, read_only=True).locked(copy) as held:
+            assert held
+            with pytest.raises(LockTimeoutError, match="was locked"):
+                store.restore()
+        assert store.restore().checkpoint.step == 2
 
 
 @pytest.mark.parametrize("deep", [True, False])

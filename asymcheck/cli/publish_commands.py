@@ -23,7 +23,15 @@ from asymcheck.cli.options import (
     target_option,
 )
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, RemoteUnreachableError, StoreNotFoundError
+from asymcheck.errors import (
+    AsymcheckError,
+    CheckpointNotFoundError,
+    FormatError,
+    RecoveryError,
+    RemoteUnreachableError,
+    StoreNotFoundError,
+    UnsupportedFormatError,
+)
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
 
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 _DTYPES = ("bfloat16", "float16", "float32")
+_DAMAGE = (FormatError, RecoveryError)
 follow_option = click.option(
     "--follow", is_flag=True, help="Continue with each newer checkpoint or release until interrupted."
 )
@@ -151,8 +160,8 @@ def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_
     """Write the newest release at LOCATION to a file, verify every byte, and replace the file atomically.
 
     With --follow, the file is replaced by each newer release, and a line is printed for each one, also with --json.
-    LOCATION need not exist yet. Readers of the file see a whole release at any time, because the new file is renamed to
-    the old name.
+    LOCATION need not exist yet. A damaged release is reported, and the file keeps its content until the next release.
+    Readers of the file see a whole release at any time, because the new file is renamed to the old name.
 
     \b
     Examples:
@@ -166,27 +175,27 @@ def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_
 
 
 def _follow_releases(location: str, target: Path, part: str | None, poll_s: float) -> None:
-    """Write each newer release until interrupted. Wait for the first release."""
+    """Write each newer release until interrupted. Wait for the first release, and for the next after a damaged one."""
     number = 0
 
     def write_newer() -> Document | None:
         nonlocal number
         try:
-            document = _write_release(location, target, part, number)
+            document = _write_release(location, target, part, number, follows=True)
         except (StoreNotFoundError, CheckpointNotFoundError):
             if number:
                 raise
             return None
-        if document["number"] == number:
-            return None
         number = document["number"]
-        return document
+        return document if "path" in document else None
 
     _repeat(write_newer, _show_file, poll_s)
 
 
-def _write_release(location: str, target: Path, part: str | None, written: int = 0) -> Document:
-    """Write the newest release, unless the file already has it, whose release is ``written``; return the document.
+def _write_release(location: str, target: Path, part: str | None, known: int = 0, *, follows: bool = False) -> Document:
+    """Write the newest release and return the document, or only its number if it is ``known``.
+
+    With ``follows``, print a message about a damaged release, and return its number.
 
     Raises:
         StoreNotFoundError, CheckpointNotFoundError: there is no release, or the location was deleted or replaced.
@@ -198,22 +207,25 @@ def _write_release(location: str, target: Path, part: str | None, written: int =
         while True:
             complete = [row for row in opened.checkpoints(RUN) if row.complete]
             newest = max(complete, key=lambda row: row.step, default=None)
-            if newest is None or newest.step < written:
+            if newest is None or newest.step < known:
                 raise CheckpointNotFoundError(
-                    f"{location} has no release{f' {written}' if written else ''}; {target} was not changed. Check the "
+                    f"{location} has no release{f' {known}' if known else ''}; {target} was not changed. Check the "
                     "location, and whether a training publishes there"
                 )
-            if newest.step == written:
-                return {"number": written}
+            if newest.step == known:
+                return {"number": known}
             # This release and no other one: an older one must not replace the file.
             step, destination = f"save:{newest.save_id}", Output(target, overwrite=True)
             try:
                 done = export_checkpoint(opened, destination, step=step, run=RUN, part=part)
-            except AsymcheckError:
-                if any(row.save_id == newest.save_id for row in opened.checkpoints(RUN)):
+            except AsymcheckError as error:
+                if all(row.save_id != newest.save_id for row in opened.checkpoints(RUN)):
+                    # The training deleted the release, because it published newer ones meanwhile.
+                    continue
+                if not follows or isinstance(error, UnsupportedFormatError) or not isinstance(error, _DAMAGE):
                     raise
-                # The training deleted the release, because it published newer ones meanwhile.
-                continue
+                output.note(f"release {newest.step} is damaged; waiting for the next one: {error}")
+                return {"number": newest.step}
             return {
                 "path": str(done.path),
                 "number": newest.step,

@@ -22,6 +22,7 @@ from tests.cli.conftest import run_command as call
 from tests.docs.pages import ROOT, blocks_of
 from tests.publish.loops import run_script
 from tests.publish.models import check, model, train_to
+from tests.publish.test_releases import flip
 from tests.zygote import Zygote, wait_until
 
 
@@ -208,3 +209,26 @@ def test_file_gets_the_next_release_if_one_is_deleted(tmp_path: Path, monkeypatc
         monkeypatch.setattr(convert, "export_checkpoint", export_late)
         assert _write_release(rules.location, file, None)["step"] == 3
     assert load_file(file)["model.w"][0] == 3
+
+
+def test_follow_waits_for_the_release_after_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a damaged release is read and reported once, and that the next one is written."""
+    rules, file = Publish(str(tmp_path / "releases"), full_every=1), tmp_path / "m.safetensors"
+    with Publisher(rules) as publisher:
+        for step in (1, 2):
+            publisher.publish({"model": {"w": torch.randn(10_000)}}, step)
+        flip(tmp_path / "releases", 2)
+        looks = iter((lambda: None, lambda: publisher.publish({"model": {"w": torch.ones(10_000)}}, 3)))
+
+        def sleep(_seconds: float) -> None:
+            for act in looks:
+                act()
+                return
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("asymcheck.cli.publish_commands.time", SimpleNamespace(sleep=sleep))
+        outcome = call("subscribe", rules.location, "--to", file, "--follow")
+    assert (outcome.status, outcome.out.count("\n")) == (130, 1)
+    assert ": release 3, step 3, " in outcome.out
+    assert outcome.err.count("release 2 is damaged; waiting for the next one: ") == 1
+    assert load_file(file)["model.w"][0] == 1

@@ -34,6 +34,7 @@ from asymcheck.errors import (
 )
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
+from asymcheck.types import Checkpoint
 
 if TYPE_CHECKING:
     from asymcheck.publish.release import Publisher
@@ -118,30 +119,46 @@ class _Newest:
         self._followed = FollowedCheckpoints(store)
         # Newest checkpoint at the last look. If it is damaged, an older one was published in its place.
         self._seen: str | None = None
+        self._published: str | None = None  # save id of the checkpoint that was published last
         self.has_skipped = False  # whether the last release is of an older checkpoint
 
     def publish(self, step: int | str | None) -> Document:
         """Publish a checkpoint; return the document."""
-        restored = self._store.restore(step, tensors=self._publisher.rules.tensors, run=self._run)
-        for reason in restored.skipped:
-            output.note(f"skipped {reason}")
-        self.has_skipped = bool(restored.skipped)
-        step_of_training = restored.checkpoint.step
-        copies = self._publisher.take(restored.state, copies=False)
-        # Free the tensors that were cast.
-        del restored
-        release = self._publisher.commit(copies, step_of_training)
-        return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
+        return self._commit(*self._restored(step))
 
     def publish_newer(self) -> Document | None:
         """Publish the newest checkpoint if this process or an earlier one has not published it; return the document."""
         line, _ = self._followed.readable_line(self._run)
         if not line or line[-1].save_id == self._seen:
             return None
-        is_new = self._seen is not None or self._publisher.last_step() != line[-1].step
-        document = self.publish(None) if is_new else None
+        document = None
+        if not self._is_published(line[-1]):
+            checkpoint, copies = self._restored(None)
+            # In place of a damaged checkpoint, an older one was restored.
+            if not self._is_published(checkpoint):
+                document = self._commit(checkpoint, copies)
         self._seen = line[-1].save_id
         return document
+
+    def _is_published(self, checkpoint: Checkpoint) -> bool:
+        """Tell whether the newest release has the weights of a checkpoint."""
+        if self._published is not None:
+            return checkpoint.save_id == self._published
+        # An earlier process may have published another save of the step, of an abandoned generation.
+        return self._publisher.last_step(since_ns=checkpoint.created_ns) == checkpoint.step
+
+    def _restored(self, step: int | str | None) -> tuple[Checkpoint, dict[str, object]]:
+        """Return a checkpoint and its weights, cast. The tensors that were cast are freed."""
+        restored = self._store.restore(step, tensors=self._publisher.rules.tensors, run=self._run)
+        for reason in restored.skipped:
+            output.note(f"skipped {reason}")
+        self.has_skipped = bool(restored.skipped)
+        return restored.checkpoint, self._publisher.take(restored.state, copies=False)
+
+    def _commit(self, checkpoint: Checkpoint, copies: dict[str, object]) -> Document:
+        release = self._publisher.commit(copies, checkpoint.step)
+        self._published = checkpoint.save_id
+        return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
 
 
 def _show_release(document: Document) -> None:

@@ -168,8 +168,10 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         """
         return self._snapshot.take(state, copies=copies)
 
-    def last_step(self) -> int | None:
+    def last_step(self, since_ns: int = 0) -> int | None:
         """Return the training step of the newest release at the location; None if there is none.
+
+        A release that was published before ``since_ns``, nanoseconds since 1970-01-01 UTC, does not count.
 
         Raises:
             RemoteUnreachableError: the location does not answer.
@@ -177,7 +179,9 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         # The spool may have a release that never arrived.
         tier = self._store.resources.nvme if self._location is None else self._remote()
         newest = [listing for listing in tier.manifests.checkpoints(RUN) if listing.is_complete][-1:]
-        return _metric(tier, newest[0], TRAINING_STEP, -1) if newest else None
+        if not newest or int.from_bytes(newest[0].ref.save_id[:8], "big") < since_ns:
+            return None
+        return _metric(tier, newest[0], TRAINING_STEP, -1)
 
     def commit(self, copies: dict[str, object], step: int) -> Release:
         """Publish the result of :meth:`take`; see :meth:`publish`."""

@@ -18,7 +18,9 @@ from asymcheck.convert import convert
 from asymcheck.errors import RemoteUnreachableError
 from asymcheck.format.manifest import Manifest
 from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
+from asymcheck.types import Restored
 from tests.cli.conftest import run_command as call
+from tests.damage.flips import flip as flip_bit
 from tests.docs.pages import ROOT, blocks_of
 from tests.publish.loops import run_script
 from tests.publish.models import check, model, train_to
@@ -165,6 +167,59 @@ def test_follow_publishes_once_where_the_newest_checkpoint_is_damaged(tmp_path: 
         assert publisher.last_step() == 1
     with Store.open(tmp_path / "releases") as releases:
         assert [row.step for row in releases.checkpoints("release")] == [1]
+
+
+def test_follow_publishes_no_checkpoint_again_in_place_of_a_damaged_one(tmp_path: Path) -> None:
+    """Test a damaged checkpoint after a published one, in the same process and after a restart."""
+    path, rules = tmp_path / "store", Publish(str(tmp_path / "releases"))
+    with Store.open(path, create=True) as saving:
+        saving.save({"model": {"weight": torch.randn(100_000)}}, step=1)
+        with Store.open(path, read_only=True) as opened, Publisher(rules, opened) as publisher:
+            newest = _Newest(opened, "default", publisher)
+            assert newest.publish_newer() is not None
+            first = set((path / "packs").iterdir())
+            saving.save({"model": {"weight": torch.randn(100_000)}}, step=2)
+            (pack,) = set((path / "packs").iterdir()) - first
+            flip_bit(pack, 8 * 10_000)
+            assert newest.publish_newer() is None
+    with Store.open(path, read_only=True) as opened, Publisher(rules, opened) as publisher:
+        assert _Newest(opened, "default", publisher).publish_newer() is None
+
+
+def test_follow_publishes_a_checkpoint_once_that_is_saved_after_the_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a checkpoint that a training saves between the look and the restore."""
+    restore, steps = Store.restore, iter((2,))
+
+    def restore_late(self: Store, *arguments: Any, **options: Any) -> Restored:  # noqa: ANN401 - passed on
+        for step in steps:
+            self.save({"model": {"weight": torch.ones(1_000)}}, step=step)
+        return restore(self, *arguments, **options)
+
+    monkeypatch.setattr(Store, "restore", restore_late)
+    with Store.open(tmp_path / "store", create=True) as store:
+        store.save({"model": {"weight": torch.zeros(1_000)}}, step=1)
+        with Publisher(Publish(str(tmp_path / "releases")), store) as publisher:
+            newest = _Newest(store, "default", publisher)
+            document = newest.publish_newer()
+            assert document is not None
+            assert document["step"] == 2
+            assert newest.publish_newer() is None
+
+
+def test_follow_publishes_a_step_of_another_generation(tmp_path: Path) -> None:
+    """Test a step that was published, abandoned, and saved again while nobody followed."""
+    path, rules = tmp_path / "store", Publish(str(tmp_path / "releases"))
+    for again in (False, True):
+        with Store.open(path, create=True) as store, Publisher(rules, store) as publisher:
+            generation = store.training.begin_generation(store.checkpoints()[0]) if again else None
+            for step in (20,) if again else (10, 20):
+                store.save({"model": {"weight": torch.randn(1_000)}}, step=step, generation=generation)
+            document = _Newest(store, "default", publisher).publish_newer()
+            assert document is not None
+            assert (document["number"], document["step"]) == (1 + again, 20)
+            assert _Newest(store, "default", publisher).publish_newer() is None
 
 
 def test_follow_publishes_again_what_did_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

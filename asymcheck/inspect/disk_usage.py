@@ -231,9 +231,13 @@ class _Totals:
         self.needed, self.stored, with_base, bases = np.split(numbers, ends)
         self.lengths, self.packs = stored["length"], stored["pack"]
         self.bytes_of = _sum_by_key(self.stored, self.lengths, self.count)
-        pairs = np.unique(self.extents["checkpoint"] * max(self.count, 1) + self.needed)
-        pairs = _with_bases(pairs, max(self.count, 1), with_base, bases)
-        self.pair_users, self.pair_needs = np.divmod(pairs, max(self.count, 1))
+        width = max(self.count, 1)
+        direct = np.unique(self.extents["checkpoint"] * width + self.needed)
+        # Garbage collection keeps the bases of all frames of a needed partition.
+        self.pair_users, self.pair_needs = np.divmod(_with_bases(direct, width, with_base, bases), width)
+        full = self.stored[stored["kind"] == registry.KIND_FULL]
+        is_lost = ~_decodable(full, with_base, bases, self.count)[with_base]
+        self.required = np.divmod(_with_bases(direct, width, with_base[is_lost], bases[is_lost]), width)
         self.users_of = np.bincount(self.pair_needs, minlength=self.count)
 
     def result(self, run: str | None) -> DiskUsage:
@@ -273,9 +277,10 @@ class _Totals:
 
     def missing_partitions(self) -> list[int]:
         """Return the number of partitions of each checkpoint that are in no readable pack."""
+        users, required = self.required
         # Frames are never empty, so a partition of 0 bytes is in no pack.
-        is_missing = (self.bytes_of[self.pair_needs] == 0).astype(np.int64)
-        missing: list[int] = _sum_by_key(self.pair_users, is_missing, len(self.needs)).tolist()
+        is_missing = (self.bytes_of[required] == 0).astype(np.int64)
+        missing: list[int] = _sum_by_key(users, is_missing, len(self.needs)).tolist()
         return missing
 
     def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
@@ -344,6 +349,16 @@ def _bytes_in(tier: NvmeTier, folder: Path, field: str, wanted: Callable[[str], 
         with contextlib.suppress(OSError):  # renamed or removed since the listing
             total += getattr((folder / name).stat(), field)
     return total
+
+
+def _decodable(full: _Ints, based: _Ints, bases: _Ints, count: int) -> npt.NDArray[np.bool_]:
+    """Tell for each partition whether it is stored in full, or on a base that is decodable."""
+    decodable = np.zeros(count, dtype=bool)
+    new = full
+    while len(new):
+        decodable[new] = True
+        new = based[decodable[bases] & ~decodable[based]]
+    return decodable
 
 
 def _with_bases(pairs: _Ints, count: int, based: _Ints, bases: _Ints) -> _Ints:

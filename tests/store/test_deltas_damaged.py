@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from asymcheck.fsck.verify import Severity
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.pack_index import bases_in, digests_of
 from asymcheck.types import PackId
-from tests.store.deltas import CONFIG, entries_of, noise, pack_of_the_delta
+from tests.store.deltas import CONFIG, PLAIN, entries_of, noise, pack_of_the_delta
 
 
 def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> None:
@@ -98,6 +99,25 @@ def test_a_damaged_base_is_no_loss_once_its_partition_is_stored_again_in_full(
         store.save({"weights": weights}, step=3)
         assert torch.equal(store.load(step=2)["weights"], weights)
         assert {one.severity for one in store.verify()} == {Severity.WARNING}
+
+
+def test_a_lost_base_is_not_missing_once_its_partition_is_stored_in_full(
+    store_path: Path, weights: torch.Tensor, tmp_path: Path
+) -> None:
+    """Test the disk usage of a delta whose base is lost, before and after its partition is stored in full."""
+    tier = NvmeTier(store_path, CONFIG, read_only=True)
+    (base,) = bases_in(entries_of(tier, bytes.fromhex(Path(pack_of_the_delta(store_path)).stem))).values()
+    for pack in tier.pack_ids():
+        if base in digests_of(entries_of(tier, pack)):
+            tier.pack_path(pack).unlink()
+    with Store.open(tmp_path / "twin", config=PLAIN, create=True) as twin:
+        twin.save({"weights": weights}, step=2)
+    with Store.open(store_path, config=CONFIG, read_only=True) as store:
+        assert [item.missing_partitions for item in store.disk_usage().checkpoints] == [1]
+        (twin_pack,) = (tmp_path / "twin" / "packs").iterdir()
+        shutil.copy(twin_pack, store_path / "packs")
+        assert [item.missing_partitions for item in store.disk_usage().checkpoints] == [0]
+        assert torch.equal(store.load(step=2)["weights"], weights)
 
 
 def test_a_store_is_verified_in_the_end_though_packs_come_all_the_time(

@@ -23,6 +23,7 @@ from asymcheck.replication.push_loop import PushLoop, follow
 from asymcheck.replication.push_status import PushStatus
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
+from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.store import Store
@@ -196,7 +197,7 @@ def pull(
             "without a pull"
         )
     if not is_store(store):
-        _check_selection(location, step, run, everything=everything)
+        _check_selection(location, step, run, tensors, to_run, everything=everything)
     with Store.open(store, create=True) as opened, output.progress("pull") as progress:
         done = opened.pull(
             location, step, run=run, everything=everything, tensors=tensors, to_run=to_run, progress=progress
@@ -204,12 +205,19 @@ def pull(
     return Report(done, partial(_show_moved, done, "fetched"))
 
 
-def _check_selection(location: str, step: int | str | None, run: str | None, *, everything: bool) -> None:
-    """Check that the location has the selected checkpoints, before the pull creates a store."""
+def _check_selection(
+    location: str, step: int | str | None, run: str | None, tensors: str | None, to_run: str, *, everything: bool
+) -> None:
+    """Check that the location has the selected checkpoints and tensors, before the pull creates a store."""
+    check_run(to_run)
     tier = RemoteTier(parse_location(location), StoreConfig())
     with contextlib.closing(tier), warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedCheckpointWarning)  # the pull warns again
-        selected(tier, None if run is None else check_run(run), step, everything=everything)
+        listings = selected(tier, None if run is None else check_run(run), step, everything=everything)
+        if tensors is not None and not everything:
+            from asymcheck.replication.partial_copy import Selection
+
+            Selection(tensors, to_run).cut(tier, listings[0], read_manifests(tier, listings[0]))
 
 
 def _check_step_or_all(step: int | str | None, *, everything: bool) -> None:

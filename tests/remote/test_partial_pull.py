@@ -221,5 +221,8 @@ def test_command(store_path: Path, tmp_path: Path) -> None:
     identity = {"store_id": store_id, "run": "default", "step": 3, "generation": 1, "save_id": source.save_id}
     origin = {"location": location, "tensors": "model.*"}
     assert merged == {"method": "pull", "sources": [{**identity, "weight": 1.0}], "base": None, **origin}
+    for more in (("--tensors", "nothing.*"), ("--tensors", "model.*", "--to-run", "a/b")):
+        refused = run_command("pull", location, tmp_path / "unused", *more)
+        assert (refused.status, (tmp_path / "unused").exists()) == (2, False)
     refused = run_command("pull", location, new, "--to-run", "other")
     assert (refused.status, "--tensors" in refused.err) == (2, True)

@@ -79,6 +79,8 @@ def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part
         raise _no_part("the checkpoint", part, shape)
     if tensors_only and requested is not None and not any(isinstance(leaf, RowRef) for _, leaf in leaves_of(picked)):
         raise InvalidInputError(f"part {requested!r} of the checkpoint has no tensors; write a .pt file instead")
+    if tensors_only and part is not None and isinstance(picked, RowRef):
+        picked = {part.rpartition(".")[2]: picked}
     return Part(picked, metadata, files, _top_keys(shape) if part is None else ())
 
 

@@ -114,6 +114,14 @@ def test_part_of_nested_containers(store: Store, tmp_path: Path, part: str, expe
     assert_same(torch.load(tmp_path / "o.pt", weights_only=True), expected)
 
 
+@pytest.mark.parametrize(("part", "name"), [("l.1.q", "q"), ("l.2.0", "0")])
+def test_a_part_that_is_a_tensor_keeps_its_last_key(store: Store, tmp_path: Path, part: str, name: str) -> None:
+    """Test that the tensor has a name in a safetensors file."""
+    store.save(NESTED, step=0)
+    export_checkpoint(store, Output(tmp_path / "o.safetensors"), part=part)
+    assert list(safetensors.torch.load_file(tmp_path / "o.safetensors")) == [name]
+
+
 @pytest.mark.parametrize("part", ["l.3", "l.-1", "l.00", "l.q", "l.0.0", "none.x", "epoch.0", "e.x"])
 def test_missing_part_is_refused(store: Store, tmp_path: Path, part: str) -> None:
     """Test that the error lists the existing parts."""

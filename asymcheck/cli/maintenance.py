@@ -23,7 +23,7 @@ from asymcheck.cli.options import (
     store_argument,
 )
 from asymcheck.config import DEFAULT_RUN, StoreConfig
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError
 from asymcheck.fsck.rebuild_catalog import Rebuilt
 from asymcheck.gc.collect import Collected, collect_rings
 from asymcheck.policies.retention import Best, Retention, Verdict
@@ -166,8 +166,14 @@ def delete(store: str, step: int | str, run: str, generation: int | None, yes: b
         output.note("nothing was deleted")
         raise click.exceptions.Exit(exit_status.USAGE)
     with Store.open(store) as opened:
+        deleted: list[Checkpoint] = []
         # Only the confirmed ones: a training may have saved the step again meanwhile.
-        deleted = [item for one in chosen for item in opened.delete(f"save:{one.save_id}", run=run)]
+        for one in chosen:
+            try:
+                deleted += opened.delete(f"save:{one.save_id}", run=run)
+            except CheckpointNotFoundError as error:
+                # Its retention may have deleted this save meanwhile.
+                output.note(str(error))
     lines = [f"deleted {_name(item)}" for item in deleted]
     lines.append(f"to free the disk space, run: asymcheck gc {shlex.quote(store)}")
     return Report({"store": store, "deleted": deleted}, partial(click.echo, "\n".join(lines)))

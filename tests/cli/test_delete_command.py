@@ -102,6 +102,22 @@ def test_a_step_that_is_saved_again_before_the_answer(call: Call, store: Path, m
     assert steps(store) == [10, 20, 30, 25]
 
 
+def test_a_save_that_is_gone_before_the_answer(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the other saves of the step are deleted and listed, if a retention has deleted one of them."""
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"x": 1}, step=30)
+
+    def delete_one(_listed: object) -> bool:
+        with asymcheck.Store.open(store) as opened:
+            return len(opened.delete(30, generation=1)) == 1
+
+    monkeypatch.setattr(maintenance, "_is_confirmed", delete_one)
+    outcome = call("delete", store, 30)
+    assert (outcome.status, outcome.out.count("deleted run default, step 30")) == (exit_status.OK, 1)
+    assert "has no checkpoint of run 'default' whose save id is" in outcome.err
+    assert steps(store) == [10, 20, 25]
+
+
 def test_another_run(call: Call, store: Path) -> None:
     """Test that other runs are not changed."""
     assert call("delete", store, 1, "--yes").status == exit_status.NOT_FOUND

@@ -313,6 +313,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self.resources.writable()
         tier.check_usable()
         which = check_which(step)
+        if generation is not None and not isinstance(generation, int):
+            raise InvalidInputError(f"generation {generation!r:.100}: give an integer, or None for all generations")
         listed = tier.manifests.checkpoints(layout.check_run(run))
         if isinstance(which, str):
             if metric_and_sign(which) is not None:

@@ -61,6 +61,8 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
         store.save(_state(seed), step=5)
         store.training.begin_generation(None)
     store.save(_state(3), step=5)
+    with pytest.raises(InvalidInputError, match="generation '2': give an integer"):
+        store.delete(5, generation="2")  # type: ignore[arg-type]  # refused
     assert [checkpoint.generation for checkpoint in store.delete(5, generation=2)] == [2]
     assert [checkpoint.generation for checkpoint in store.checkpoints()] == [1, 3]
     assert [checkpoint.generation for checkpoint in store.delete(5)] == [1, 3]

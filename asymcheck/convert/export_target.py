@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -323,12 +322,12 @@ def _written(path: Path) -> Iterator[None]:
         raise ReadOnlyStoreError(f"cannot write to {path.parent}: {error.__cause__}; choose another folder") from error
 
 
-def make_temporary_folder(kind: str) -> Path:
-    """Create a folder in the temporary directory; remove folders of this ``kind`` of killed processes."""
-    target = Path(tempfile.gettempdir()) / kind
+def make_temporary_folder(target: Path) -> Path:
+    """Create a hidden folder beside ``target``; remove those of killed processes."""
     _clear(target)
     folder = _draft_of(target)
-    folder.mkdir(mode=0o700)
+    with _written(folder), translated("create", folder):
+        folder.mkdir(mode=0o700)
     return folder
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -220,7 +221,7 @@ class _Training:
         fields = {field.name for field in dataclasses.fields(TrainerState)}
         values = {name: value for name, value in restored["state"].items() if name in fields}
         history = [json.loads(line) for line in restored["log_history"].splitlines()]
-        self._folder = make_temporary_folder(_FOLDER)
+        self._folder = make_temporary_folder(Path(tempfile.gettempdir()) / _FOLDER)
         TrainerState(**values, log_history=history).save_to_json(str(self._folder / TRAINER_STATE_NAME))
         setattr(self.trainer, _LOAD_WEIGHTS_METHOD, _skip_weights)
         self._groups = groups_of(self._optimizer)

@@ -10,14 +10,15 @@ import contextlib
 import dataclasses
 import math
 import shlex
+import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.convert.convert import Output, export_checkpoint
+from asymcheck.convert.export_target import make_temporary_folder
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.digest import digest
 from asymcheck.inspect.diff import find_checkpoint
@@ -113,13 +114,15 @@ def search(  # noqa: PLR0913 - arguments of merge()
 
     def value_of(trial: Any) -> float:  # noqa: ANN401 - optuna may be missing
         settings = settings_of({name: trial.suggest_float(name, *bounds) for name, bounds in ranges.items()})
-        with tempfile.TemporaryDirectory(prefix=".asymcheck-merge-", dir=store.path.parent) as temporary:
-            folder = Path(temporary)
+        folder = make_temporary_folder(store.path.parent / "asymcheck-merge")
+        try:
             with Store.open(folder / "store", config=store.resources.tier.config, create=True) as scratch:
                 merge(scratch, names, method=method, base=start, run=run, **settings)
                 output = Output(folder / "model", files_from=evaluation.files_from)
                 export_checkpoint(scratch, output, run=MERGED_RUN, part=evaluation.part)
             return _evaluated(evaluation.command, folder / "model")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def note_trial(_study: object, trial: Any) -> None:  # noqa: ANN401 - as above
         note(trial.number, trial.value, settings_of(trial.params))

@@ -1,11 +1,9 @@
 """Test that a killed and resumed transformers Trainer has the same numbers as an uninterrupted one."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -330,17 +328,16 @@ def test_sharded_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, zyg
     assert [report["first"] for report in reports] in ([[6], [6]], [[8], [8]])
 
 
-def test_leftover_of_a_killed_resume_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_of_a_killed_resume_is_removed(tmp_path: Path) -> None:
     """Test that the next resume removes it; folders of running processes, and foreign ones, stay."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import sys, asymcheck.convert.export_target as t; print(t.make_temporary_folder(sys.argv[1]))"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    code = "import sys, pathlib, asymcheck.convert.export_target as t\n"
+    code += "print(t.make_temporary_folder(pathlib.Path(sys.argv[1])))"
     made = [
-        subprocess.run([sys.executable, "-c", code, kind], env=environment, check=True, capture_output=True, text=True)
+        subprocess.run([sys.executable, "-c", code, tmp_path / kind], check=True, capture_output=True, text=True)
         for kind in ("mine", "others")
     ]
     left, other = (Path(one.stdout.strip()) for one in made)
     (left / "trainer_state.json").write_text("{}")
     (tmp_path / "mine_1_x").mkdir()
-    mine = [make_temporary_folder("mine"), make_temporary_folder("mine")]
+    mine = [make_temporary_folder(tmp_path / "mine"), make_temporary_folder(tmp_path / "mine")]
     assert {path.name for path in tmp_path.iterdir()} == {"mine_1_x", other.name, *(path.name for path in mine)}

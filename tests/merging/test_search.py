@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import asymcheck
+from asymcheck.convert.export_target import make_temporary_folder
 from asymcheck.errors import InvalidInputError
 
 pytest.importorskip("optuna", reason="the search needs optuna: pip install 'asymcheck[merge]'")
@@ -84,6 +86,16 @@ def test_a_failing_evaluation_is_named(
         search(pair, [0, 1], Evaluation(words, tmp_path / "study.log", trials=2), method=method)
     with asymcheck.Store.open(pair.path, read_only=True) as opened:
         assert opened.runs() == ["default"]
+
+
+def test_the_folder_of_a_killed_search_is_removed(pair: asymcheck.Store, tmp_path: Path) -> None:
+    """Test that the next search removes the folder, which has two models."""
+    own = make_temporary_folder(pair.path.parent / "asymcheck-merge")
+    killed = own.rename(own.with_name(own.name.replace(f".{os.getpid()}-", ".1-")))
+    with pytest.raises(InvalidInputError, match="exit status 1"):
+        search(pair, [0, 1], Evaluation("false {folder}", tmp_path / "study.log", trials=1))
+    assert not killed.exists()
+    assert [path.name for path in (tmp_path / "stores").iterdir()] == ["pair"]
 
 
 @pytest.mark.slow

@@ -175,13 +175,19 @@ class CheckpointCopier:
             manifests = selection.cut(self.remote, listing, manifests)
         header = manifests[0].header
         present = self.local.manifests.listing(header.run, header.ref)
-        for name, manifest in zip(listing.manifests, manifests, strict=True):
-            if selection is not None and present.has(name.rank):
+        for name, wanted in zip(listing.manifests, manifests, strict=True):
+            own = next((own for own in present.manifests if own.rank == name.rank), None)
+            manifest = wanted
+            if selection is None:
+                data = self.remote.manifests.read_bytes(listing.run, listing.ref, name)
+            elif own is None:
+                data = encode(wanted)
+            else:
                 # An earlier attempt, of another version or with another URI of the location, wrote other bytes. A rank
                 # with two manifests could not be read.
-                continue
-            whole = partial(self.remote.manifests.read_bytes, listing.run, listing.ref, name)
-            self._copy_rank(manifest, whole() if selection is None else encode(manifest))
+                manifest = self.local.manifests.read(header.run, header.ref, own)
+                data = self.local.manifests.read_bytes(header.run, header.ref, own)
+            self._copy_rank(manifest, data)
         self.moved.committed += (f"run {header.run}, {header.ref}",)
 
     def _copy_rank(self, manifest: Manifest, data: bytes) -> None:

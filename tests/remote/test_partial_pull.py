@@ -167,6 +167,20 @@ def test_ranks_and_an_interrupted_copy(store_path: Path, tmp_path: Path, monkeyp
         assert new.verify() == []
 
 
+def test_a_copy_is_fetched_again_where_the_store_has_lost_it(store_path: Path, tmp_path: Path) -> None:
+    """Test lost packs, with the same and with another URI."""
+    location = (tmp_path / "far").as_uri()
+    save(store_path, location, 1)
+    (tmp_path / "other").symlink_to(tmp_path / "far")
+    with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
+        new.pull(location, tensors="model.w")
+        for place in (location, (tmp_path / "other").as_uri()):
+            for pack in (tmp_path / "new" / "packs").iterdir():
+                pack.unlink()
+            assert new.pull(place, tensors="model.w").moved_partitions
+            assert torch.equal(new.load(run="partial")["model"]["w"], state_of(1)["model"]["w"])  # type: ignore[index]  # mappings
+
+
 def test_no_training_continues_from_a_copy(store_path: Path, tmp_path: Path) -> None:
     """Test that restore() for training refuses with the reason, and that a run of a training takes no copies."""
     location = (tmp_path / "far").as_uri()

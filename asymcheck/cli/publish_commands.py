@@ -193,15 +193,18 @@ def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_
 
 def _follow_releases(location: str, target: Path, part: str | None, poll_s: float) -> None:
     """Write each newer release until interrupted. Wait for the first release, and for the next after a damaged one."""
-    number = 0
+    number, is_noted = 0, False
 
     def write_newer() -> Document | None:
-        nonlocal number
+        nonlocal number, is_noted
         try:
             document = _write_release(location, target, part, number, follows=True)
-        except (StoreNotFoundError, CheckpointNotFoundError):
+        except (StoreNotFoundError, CheckpointNotFoundError) as error:
             if number:
                 raise
+            if not is_noted:
+                output.note(f"{error}. Waiting for the first release")
+                is_noted = True
             return None
         number = document["number"]
         return document if "path" in document else None

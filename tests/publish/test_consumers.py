@@ -266,6 +266,20 @@ def test_file_gets_the_next_release_if_one_is_deleted(tmp_path: Path, monkeypatc
     assert load_file(file)["model.w"][0] == 3
 
 
+def test_follow_says_once_that_it_waits_for_the_first_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a location that does not exist, perhaps because its name is wrong."""
+    looks = iter(range(2))
+
+    def sleep(_seconds: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("asymcheck.cli.publish_commands.time", SimpleNamespace(sleep=sleep))
+    outcome = call("subscribe", tmp_path / "nowhere", "--to", tmp_path / "m.safetensors", "--follow")
+    assert (outcome.status, outcome.out) == (130, "")
+    assert outcome.err.count("Check the path. Waiting for the first release\n") == 1
+
+
 def test_follow_waits_for_the_release_after_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that a damaged release is read and reported once, and that the next one is written."""
     rules, file = Publish(str(tmp_path / "releases"), full_every=1), tmp_path / "m.safetensors"

@@ -72,7 +72,8 @@ class Devices:
     def held_s(self) -> float:
         """Return the seconds that devices have waited for copies, as measured since the last call."""
         seconds = 0.0
-        while self.holds and self.holds[0][1].passed():
+        # While a CUDA graph is recorded, each query is an error, and invalidates the graph.
+        while self.holds and not any(link.is_recorded() for link in self._devices) and self.holds[0][1].passed():
             before, after = self.holds.popleft()
             seconds += after.seconds_after(before)
         return seconds

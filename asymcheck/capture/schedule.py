@@ -177,7 +177,8 @@ class CaptureSchedule:
             return None
         iteration = Iteration(self._began, tuple(self._marks), at_s)
         # Device times of an iteration are incomplete if a part was recorded as a graph.
-        is_known = self._link is None or len(self._points) == len(self._marks) + 1
+        has_all = len(self._points) == len(self._marks) + 1
+        is_known = self._link is None or (has_all and not self._link.is_recorded())
         if len(self._measured) < _PROFILED and is_known:
             self._measured.append((iteration, [] if self._link is None else [*self._points, self._link.mark()]))
         if waited_s > _WAIT_SHARE * (at_s - self._began):

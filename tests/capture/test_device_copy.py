@@ -462,3 +462,33 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
         assert asked == []
         found = [store.load(step=step)["model"]["0.weight"] for step in range(12)]
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_an_optimizer_step_may_be_recorded_after_a_wait(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the fence neither sets nor queries a mark during the recording, and measures the wait afterwards."""
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
+    weight = torch.nn.Parameter(torch.zeros(700_000))
+    device.own(weight)
+    optimizer = torch.optim.SGD([weight], foreach=False)
+    state = {"weight": weight, "optimizer": optimizer}
+    asked, mark, passed = [], device.mark, SimulatedMark.passed
+    with (
+        asymcheck.Store.open(tmp_path, create=True) as store,
+        asymcheck.Checkpointer(store, state, every=1, keep=None) as checkpointer,
+    ):
+        checkpointer.step(0)
+        checkpointer.wait()
+        assert checkpointer._background is not None
+        holds = checkpointer._background._devices.holds
+        assert len(holds) == 1
+        with monkeypatch.context() as recording:
+            recording.setattr(device, "is_recorded", lambda: True)
+            recording.setattr(device, "mark", lambda: asked.append("mark") or mark())
+            recording.setattr(SimulatedMark, "passed", lambda self: asked.append("query") or passed(self))
+            optimizer.step()
+        assert asked == []
+        device.catch_up()
+        checkpointer.fence()
+        assert not holds

@@ -134,7 +134,8 @@ def test_unversioned_change_on_cuda_is_detected_in_the_first_captures(tmp_path: 
     assert any(issubclass(one.category, CaptureWarning | LostCheckpointWarning) for one in told)
 
 
-def test_cuda_graph_replays_are_captured_after_a_fence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded_at", [0, 1], ids=["before the first step", "after a wait"])
+def test_cuda_graph_replays_are_captured_after_a_fence(tmp_path: Path, recorded_at: int) -> None:
     """Test a graph with forward pass, backward pass and optimizer step, replayed without any hook."""
     torch.manual_seed(0)
     model = torch.nn.Linear(512, 2048).cuda()
@@ -153,9 +154,6 @@ def test_cuda_graph_replays_are_captured_after_a_fence(tmp_path: Path) -> None:
             update()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        update()
     state = {"model": model, "optimizer": optimizer}
     expected = []
     with (
@@ -163,9 +161,17 @@ def test_cuda_graph_replays_are_captured_after_a_fence(tmp_path: Path) -> None:
         asymcheck.Checkpointer(store, state, every=1, keep=None) as checkpointer,
     ):
         for step in range(STEPS):
+            if step == recorded_at:
+                checkpointer.wait()
+                optimizer.zero_grad(set_to_none=True)
+                with torch.cuda.graph(graph):
+                    update()
             batch.copy_(torch.randn(64, 512, device="cuda"))
             checkpointer.fence()
-            graph.replay()
+            if step < recorded_at:
+                update()
+            else:
+                graph.replay()
             checkpointer.step(step)
             expected.append(_copies(model, optimizer))
         checkpointer.wait()

@@ -187,7 +187,9 @@ class CaptureEngine:
                     continue
                 task = self._to_copy.popleft()
             self._copy_released(*task)
-        capture.transfers.hold()
+        if self._thread.is_alive():
+            # Otherwise, all copies are done. A device that has failed would refuse to wait for them.
+            capture.transfers.hold()
 
     def _stage(self, capture: Capture, number: int) -> bool:
         """Clone a partition on its device so that its source may change; return False without space for the clone."""
@@ -403,11 +405,12 @@ class CaptureEngine:
 
     def close(self) -> None:
         """Complete the current capture, and end the thread."""
-        self.fence()
         with self._changed:
+            self._release(None)
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
+        self.fence()
 
 
 def _has_arrived(capture: Capture, number: int | None) -> bool:

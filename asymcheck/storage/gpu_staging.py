@@ -141,7 +141,8 @@ class Link:
 
     def unpin(self, memory: memoryview) -> None:
         """Undo :meth:`pin`."""
-        with _on(self._device):
+        # A device that has failed may raise its error again, but the ring must be closed nevertheless.
+        with contextlib.suppress(RuntimeError), _on(self._device):
             torch.cuda.cudart().cudaHostUnregister(_address(memory))
 
 

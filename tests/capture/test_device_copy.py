@@ -26,6 +26,7 @@ from asymcheck.errors import CaptureWarning, LostCheckpointWarning, StorageError
 from asymcheck.state.leaves import Leaf, make_leaf
 from asymcheck.state.partition_plan import Partition, Piece
 from asymcheck.storage.gpu_staging import Mark, Staging
+from asymcheck.storage.nvme import ManifestFiles
 from tests.capture.simulated_device import SimulatedDevice, SimulatedMark
 from tests.checkpointer.loops import copy_late
 
@@ -414,6 +415,38 @@ def test_device_failure_loses_captures_without_a_hang(
     with pytest.warns(LostCheckpointWarning, match="illegal memory access"):
         statistics = _train(tmp_path, device, monkeypatch, 3)
     assert (statistics.captures, statistics.durable, statistics.lost) == (3, 0, 3)
+
+
+def test_captures_in_memory_become_durable_after_a_device_failure(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that ``close()`` waits for a commit, although the device refuses all operations."""
+    may_publish, publish = threading.Event(), ManifestFiles.publish
+
+    def publish_late(*arguments: object) -> object:
+        assert may_publish.wait(30)
+        return publish(*arguments)  # type: ignore[arg-type]  # passed on
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ManifestFiles, "publish", publish_late)
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
+    weight = torch.nn.Parameter(torch.zeros(700_000))
+    device.own(weight)
+    state = {"weight": weight, "optimizer": torch.optim.SGD([weight], foreach=False)}
+    with asymcheck.Store.open(tmp_path, create=True) as store:
+        checkpointer = asymcheck.Checkpointer(store, state, every=1, keep=None)
+        checkpointer.step(0)
+        assert checkpointer._background is not None
+        (capture,) = checkpointer._background._captures
+        assert capture.complete.wait(30)
+        with monkeypatch.context() as failing:
+            for method in ("mark", "queue", "run", "hold"):
+                failing.setattr(device, method, fail)
+            threading.Timer(0.2, may_publish.set).start()
+            checkpointer.close()
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
 
 
 def test_a_ring_that_cannot_be_pinned_is_not_tried_again(

@@ -79,6 +79,14 @@ def test_memory_is_pinned_on_the_device_of_the_link(runtime: Runtime) -> None:
     assert runtime.device == torch.device("cuda", 0)
 
 
+def test_memory_of_a_device_that_has_failed_is_unpinned_without_an_error(runtime: Runtime) -> None:
+    """Test that the ring can be closed after the failure."""
+    link, memory = cuda_link(DEVICE), memoryview(bytearray(64))
+    assert link.pin(memory)
+    runtime.answer = RuntimeError("CUDA error: an illegal memory access was encountered")
+    link.unpin(memory)
+
+
 @pytest.mark.parametrize("answer", [2, RuntimeError("out of memory")])
 def test_unpinnable_memory_is_reported(runtime: Runtime, answer: int | Exception) -> None:
     """Test that the error state of the device is cleared."""

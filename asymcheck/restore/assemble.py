@@ -114,6 +114,8 @@ class Target:
                 whole = gathered.view(TORCH_DTYPES[self.row.dtype]).reshape(self.row.shape)
                 for tensor in self._existing:
                     tensor.detach().copy_(whole)
+                # The copy into a strided tensor may still be queued in this thread's stream, which no other waits for.
+                catch_up(self.devices)
                 self._flats = []
 
 

@@ -99,6 +99,15 @@ def test_strided_target_is_written_once() -> None:
     assert existing.sum() == 0
 
 
+def test_device_catches_up_after_a_strided_target_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that streams of other threads may read the tensor. The device is simulated."""
+    existing = torch.ones(4, 6).t()
+    filled: list[bool] = []
+    monkeypatch.setattr(assemble, "catch_up", lambda _devices: filled.append(not existing.any()))
+    Target(_row(torch.zeros(6, 4)), [existing], CPU).put(0, memoryview(bytes(96)))
+    assert filled == [True]
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_device_catches_up_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, *, exists: bool) -> None:
     """Test also new tensors, whose memory may still be read. The device is simulated."""

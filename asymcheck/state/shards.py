@@ -209,6 +209,11 @@ def _count(span: Sequence[range]) -> int:
 
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor with the shape and placements of another one, and ``local`` as its shard on this rank."""
+    if tensor.device.type != tensor.device_mesh.device_type:
+        # With CPU offload, all optimizer state may be too large for the device to which from_local() moves the shards.
+        made = torch.empty_like(tensor, dtype=local.dtype)
+        locals_of([made])[0].copy_(local)
+        return made  # type: ignore[return-value]  # a DTensor, like the other one
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - an optional part of torch
 
     # Row-major strides, which may differ from those of the other tensor.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asymcheck import Store, TensorShard
@@ -121,6 +122,26 @@ def test_shards_of_another_dtype_are_converted(store_path: Path) -> None:
                     mine, moment = model.get_parameter(name), full_optimizer.state[parameter]["exp_avg"]
                     _assert_part(mine.detach(), parameter.detach().bfloat16(), rank, 2)
                     _assert_part(optimizer.state[mine]["exp_avg"], moment.bfloat16(), rank, 2)
+
+
+def test_optimizer_state_of_offloaded_shards_stays_in_host_memory(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test shards in host memory on a mesh of GPUs, as with the CPU offload of FSDP2. The mesh is simulated."""
+    full, full_optimizer = _full("adamw", 3)
+    with Store.open(store_path, create=True) as store:
+        _save(store, "adamw", 2)
+        with as_rank(0, 2):
+            model = Model(_values(1), 0, 2)
+            optimizer = _stepped("adamw", model, 0)
+            with monkeypatch.context() as offloading:
+                # Without a GPU, any move of a tensor to the device of the mesh is an error.
+                offloading.setattr(DeviceMesh, "device_type", "cuda")
+                store.load(into={"model": model, "optimizer": optimizer}, rank=0)
+            for name, parameter in full.named_parameters():
+                for key, value in full_optimizer.state[parameter].items():
+                    found = optimizer.state[model.get_parameter(name)][key]
+                    _assert_part(found, value, 0, 2)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

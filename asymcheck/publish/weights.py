@@ -17,6 +17,7 @@ from asymcheck.restore.reshard import StoredPiece
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import identity_key
 from asymcheck.state.walk import below, is_to_be_called
+from asymcheck.storage.gpu_staging import outlast_queue
 
 _SHOWN = 4
 
@@ -166,8 +167,12 @@ class Exchange:
         try:
             for tensor, new in self._copies:
                 tensor.detach().copy_(new)
+                outlast_queue(new)
             for tensor, new in self._moves:
-                self.old.append(tensor.detach())
+                old = tensor.detach()
+                # Requests that the consumer has queued may still read this memory.
+                outlast_queue(old)
+                self.old.append(old)
                 tensor.data = new
         except BaseException:
             for (tensor, _), old in zip(self._moves, self.old, strict=False):

@@ -168,5 +168,11 @@ def catch_up(devices: Iterable[torch.device]) -> None:
             cuda_link(device).mark().wait()
 
 
+def outlast_queue(tensor: torch.Tensor) -> None:
+    """Delay the reuse of a CUDA tensor's memory, once it is freed, until this thread's queued work has ended."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def _address(memory: memoryview) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -34,6 +34,7 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.format.layout import ManifestName
+from asymcheck.publish import weights
 from asymcheck.publish.release import Release, training_step
 from asymcheck.publish.snapshot import Snapshot
 from asymcheck.storage.manifests import ManifestReader
@@ -341,6 +342,28 @@ def test_tensors_replaced_after_a_prefetch_are_updated(tmp_path: Path) -> None:
             served[1].weight = torch.nn.Parameter(torch.zeros_like(served[1].weight))
             subscriber.update()
             check(served, step)
+
+
+@pytest.mark.parametrize("keep_addresses", [False, True])
+def test_memory_outlasts_the_requests_that_are_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep_addresses: bool
+) -> None:
+    """Test the replaced memory, and with kept addresses the second buffer. The queue of a GPU is simulated."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(weights, "outlast_queue", kept.append)
+    addresses = {tensor.data_ptr() for tensor in served.state_dict().values()}
+    with (
+        Publisher(rules) as publisher,
+        Subscriber(rules.location, served, keep_addresses=keep_addresses) as subscriber,
+    ):
+        publish(publisher, trained, 1)
+        subscriber.update()
+    found = {tensor.data_ptr() for tensor in kept}
+    if keep_addresses:
+        assert len(found - addresses) == len(addresses)
+    else:
+        assert found == addresses
 
 
 def test_cached_device_memory_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ class Exchange:
                 if copies or not is_own or id(tensor) in shared:
                     self._copies.append((tensor, new))
                     continue
-                part = new if number == 0 else new.clone()
+                part = new if number == 0 else new.to(tensor.device, copy=True)
                 views = [tensor, *weight.ties] if number == 0 else [tensor]
                 self._moves += [(view, _for_inference(part) if view.is_inference() else part) for view in views]
 

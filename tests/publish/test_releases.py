@@ -344,6 +344,20 @@ def test_tensors_replaced_after_a_prefetch_are_updated(tmp_path: Path) -> None:
             check(served, step)
 
 
+def test_tied_weights_stay_on_their_devices(tmp_path: Path) -> None:
+    """Test a consumer that has a copy of a tied weight on another device, as with layers on several GPUs."""
+    tied = torch.rand(300)
+    served: dict[str, Any] = {"a": torch.zeros(300), "b": torch.zeros(300, device="meta")}
+    with (
+        Publisher(Publish(str(tmp_path / "releases"))) as publisher,
+        Subscriber(str(tmp_path / "releases"), served) as subscriber,
+    ):
+        publisher.publish({"model": {"a": tied, "b": tied}}, 1)
+        subscriber.update()
+    assert torch.equal(served["a"], tied)
+    assert served["b"].is_meta
+
+
 @pytest.mark.parametrize("keep_addresses", [False, True])
 def test_memory_outlasts_the_requests_that_are_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep_addresses: bool

@@ -77,11 +77,16 @@ class CaptureEngine:
                 eager.remove(number)
                 self._to_be_completed(capture, number)
             staged = [number for number in eager if self._stage(capture, number)]
-            for number in eager:
-                if number not in staged:
-                    self._copy_now(capture, number)
-                    # Completed at once, so that a small ring can flush it before the next copy.
-                    self._to_be_completed(capture, number)
+            others = [number for number in eager if number not in staged]
+            rows = {piece.row for number in others for piece in capture.partitions[number].pieces}
+            leaves = [capture.state.leaves[row] for row in rows]
+            for number in others:
+                self._copy_now(capture, number)
+                # Completed at once, so that a small ring can flush it before the next copy.
+                self._to_be_completed(capture, number)
+            for leaf in leaves:
+                # The next forward pass may need the memory of its contiguous copy.
+                leaf.release()
             # Clones are fetched after they are complete.
             capture.transfers.gate()
         except BaseException as error:

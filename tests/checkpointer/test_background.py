@@ -27,6 +27,7 @@ from asymcheck.state.leaves import copy_partition
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     assert_stored,
+    copy_late,
     copy_of,
     entries,
     linear_loop,
@@ -151,6 +152,21 @@ def test_a_capture_that_is_kept_in_memory_keeps_no_tensor(store: Store, config: 
         state["x"] = torch.zeros(1)
         gc.collect()
         assert watched() is None
+
+
+def test_contiguous_copies_of_strided_tensors_are_freed_in_step(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a tensor that is copied inside ``step()``, while a parameter is copied later."""
+    copy_late(monkeypatch)
+    weight = torch.nn.Parameter(torch.randn(5000))
+    state = {"x": torch.randn(80, 70).t(), "weight": weight, "optimizer": torch.optim.SGD([weight])}
+    with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        checkpointer.step(0)
+        assert checkpointer._background is not None
+        (capture,) = checkpointer._background._captures
+        assert not capture.copied.is_set()
+        assert all(leaf._flat is None for leaf in capture.state.leaves)
 
 
 def _call(checkpointer: Checkpointer, report: str) -> None:

@@ -318,6 +318,8 @@ class BackgroundSaver:
         self._fences.remove()
         self._schedule.stop()
         self._end_ring()
+        # Now, because only the garbage collector frees this object, which refers to itself.
+        self._devices.free()
         self._unfenced = None
         INTERRUPTS.release(self)
         self.on_close(self)

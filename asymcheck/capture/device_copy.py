@@ -83,6 +83,12 @@ class Devices:
         links = [*map(self._find, sources)]
         return [None if link is None else self._of(link, source) for link, source in zip(links, sources, strict=True)]
 
+    def free(self) -> None:
+        """Free the staging buffers."""
+        for device in self._devices.values():
+            device.staging.free()
+            device.aside.free()
+
     def _of(self, link: Link, source: Source) -> Device:
         if link not in self._devices:
             assert isinstance(source, torch.Tensor)  # noqa: S101 - only tensors have links

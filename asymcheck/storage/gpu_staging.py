@@ -58,6 +58,10 @@ class Staging:
         with self._lock:
             self._allocator.give_back(region.start, region.taken)
 
+    def free(self) -> None:
+        """Free the memory, when no region is needed any more."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
 
 class Mark:
     """Point in a queue of a CUDA device: an event with timing, so that windows can be measured on the device."""

@@ -148,7 +148,7 @@ def test_each_checkpoint_has_the_bytes_of_its_step(
 def test_all_of_the_staging_buffer_is_free_in_the_end(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Test that every region of the staging buffer is released."""
+    """Test that every region of the staging buffer is released, and that the end frees the buffer."""
     made: list[Staging] = []
 
     class Watched(Staging):
@@ -159,6 +159,7 @@ def test_all_of_the_staging_buffer_is_free_in_the_end(
     monkeypatch.setattr("asymcheck.capture.device_copy.Staging", Watched)
     train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
     assert [staging._allocator.free_bytes for staging in made] == [7 * MIB, MIB]
+    assert [staging._buffer.nbytes for staging in made] == [0, 0]
 
 
 def late_capture_thread(monkeypatch: pytest.MonkeyPatch) -> None:

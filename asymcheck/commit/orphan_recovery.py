@@ -295,6 +295,8 @@ class _Adoption:
 
     def _add_all(self, transaction: RingTransaction, capture: _RingCapture, readers: Sequence[RingReader]) -> None:
         lengths = capture.manifest.partitions()
+        # Scan each ring now, because each thread would scan it.
+        readers = [reader for reader in readers if reader.offsets]
         transaction.expect(sum(frame_length(length) for length in lengths.values()))
 
         def add(name: Digest, _slot: Slot) -> None:

@@ -199,6 +199,15 @@ class BackgroundSaver:
         """Return the engine, with a ring that is large enough for a plan."""
         needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
         folder, given = Path(self._config.ring_folder), self._config.ring_bytes
+        if self._engine is not None and self._engine.ring.is_removed():
+            path = self._engine.ring.path
+            self._end_ring()
+            # The warning comes last, because warnings may be errors.
+            warn_user(
+                f"ring {path} was removed by another program, for example by systemd at a logout (RemoveIPC in "
+                "logind.conf). A kill would have lost the captures in it. A new ring replaces it",
+                CaptureWarning,
+            )
         size = 0 if self._engine is None else self._engine.ring.header.data_bytes
         is_short = 0 < size < ROOM_FOR_CAPTURES * needed and given is None
         if is_short and default_bytes(folder, needed, size, self._processes) >= _REPLACE_FACTOR * size:

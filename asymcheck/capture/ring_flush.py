@@ -355,7 +355,7 @@ class RingFlusher:
 
     def survives(self, capture: Capture) -> bool:
         """Tell whether a finished capture survives this process, because it has an entry in the ring or is settled."""
-        return capture not in self._inflight or capture.entry is not None
+        return capture not in self._inflight or (capture.entry is not None and not self._ring.is_removed())
 
     def make_room(self) -> bool:
         """Free the oldest settled capture, durable ones first; return whether there was one. Thread-safe."""

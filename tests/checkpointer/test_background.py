@@ -18,6 +18,7 @@ from asymcheck.capture import engine
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
+    CaptureWarning,
     LostCheckpointError,
     OutOfSpaceError,
     StaleStateWarning,
@@ -282,6 +283,28 @@ def test_waiting_for_memory_does_not_wait_for_the_disk(
         assert entries(tmp_path) == [2]
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
         assert checkpointer.statistics().durable == 1
+
+
+def test_ring_that_another_program_removes_is_replaced(
+    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """Test that ``wait("memory")`` waits for the store, and that later captures survive again."""
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
+        loop.iterate(0)
+        disk.delay_s = 0.02
+        checkpointer.step(0)
+        (removed,) = rings(tmp_path)
+        removed.unlink()
+        checkpointer.wait("memory")
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
+        loop.iterate(1)
+        with pytest.warns(CaptureWarning, match=f"ring {removed} was removed by another program"):
+            checkpointer.step(1)
+        checkpointer.wait()
+        assert entries(tmp_path) == [2]
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1]
+    assert rings(tmp_path) == []
 
 
 def test_capture_without_a_line_waits_for_durability(

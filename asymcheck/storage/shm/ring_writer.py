@@ -32,7 +32,7 @@ from asymcheck.format.ring_records import (
     encode_ring_header,
 )
 from asymcheck.storage.allocator import Allocator
-from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, translated
+from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, is_same_file, translated
 from asymcheck.storage.pages import map_file, populate, use_huge_pages
 from asymcheck.types import PackId, SaveId
 
@@ -251,6 +251,10 @@ class Ring:
         """Wake the threads in :meth:`wait_for_room`, so that they check other conditions."""
         with self._changed:
             self._changed.notify_all()
+
+    def is_removed(self) -> bool:
+        """Tell whether another program has removed the file, so that no capture survives this process."""
+        return not is_same_file(self._descriptor, self.path)
 
     def enter(self, manifest: RingSlot, save_id: SaveId) -> int | None:
         """Record that a capture is complete; return the number of its entry, or None if all entries are used."""

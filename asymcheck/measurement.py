@@ -108,7 +108,9 @@ def ring_limits(folder: Path, freed: int = 0, processes: int = 1) -> list[int]:
     limits = []
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
-        limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
+        # A tmpfs without a limit (size=0) reports no blocks.
+        if status.f_blocks:
+            limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
     available = available_bytes()
     if available is not None:
         limits.append((available // processes + freed) // 2)

@@ -17,6 +17,7 @@ import torch
 from asymcheck import Store
 from asymcheck.errors import ReadOnlyStoreError, StorageError
 from asymcheck.fsck.verify import Severity
+from asymcheck.measurement import ring_limits
 from tests.crash.limited_child import state_of
 from tests.crash.test_preloaded_faults import library
 from tests.zygote import Zygote
@@ -149,6 +150,20 @@ def test_full_file_system_of_rings_costs_no_training(zygote: Zygote, full_memory
     assert all("free" in text for text in found["warnings"]), found["warnings"]
     (full_memory / "rings" / "ballast").unlink()
     assert _steps(full_memory)[0] == 0
+
+
+@pytest.fixture
+def unlimited_memory(folder: Path) -> Iterator[Path]:
+    """Return the folder; its rings are on a file system in memory without a limit, as of ``podman --shm-size=0``."""
+    for _ in _mounted(folder / "rings", "-t", "tmpfs", "-o", "size=0", "tmpfs"):
+        yield folder
+
+
+def test_file_system_of_rings_without_a_limit(zygote: Zygote, unlimited_memory: Path) -> None:
+    """Test a file system that reports no blocks: only the memory limits the ring."""
+    assert min(ring_limits(unlimited_memory / "rings")) > 0
+    found = _train_without_limits(zygote, unlimited_memory)
+    assert (found["trained"], found["error"], found["warnings"]) == (4, "", [])
 
 
 @pytest.fixture

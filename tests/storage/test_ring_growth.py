@@ -108,7 +108,7 @@ def test_memory_refused_later_is_an_error_of_the_user(tmp_path: Path, memory: Me
 def test_impossible_ring_is_refused_at_once(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the refusal comes before any capture, and leaves no file."""
     free = HEADER.data_bytes // BLOCK
-    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=free, f_frsize=BLOCK))
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=BLOCK))
     with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
         make_ring(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -88,7 +88,8 @@ class Ring:
             with translated("enlarge", self.path):
                 os.ftruncate(self._descriptor, size)
                 status = os.statvfs(folder)
-            if status.f_bavail * status.f_frsize < size:
+            # A tmpfs without a limit (size=0) reports no blocks.
+            if status.f_blocks and status.f_bavail * status.f_frsize < size:
                 # Fail now instead of in the middle of a capture.
                 raise self._out_of_space(size)
             self._reserve(0, reserved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import threading
@@ -299,6 +300,24 @@ def test_damaged_lock_file_is_no_obstacle(store_path: Path, zygote: Zygote, cont
             assert checkpointer.restore() is not None
             path.unlink()
             checkpointer.step(9)
+
+
+def test_file_system_that_has_shut_down_ends_no_training(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test XFS after an error of its drive, which refuses to show the lock file: the training has not lost the run."""
+    lstat, refused = Path.lstat, list[Path]()
+
+    def refuse(path: Path) -> os.stat_result:
+        if path.name == layout.lock_name("default"):
+            refused.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return lstat(path)
+
+    with _open(store_path) as store, Checkpointer(store, _state(), every=100) as checkpointer:
+        checkpointer.save(1)
+        monkeypatch.setattr(Path, "lstat", refuse)
+        assert not checkpointer.step(2)
+        monkeypatch.undo()
+    assert refused
 
 
 def test_lock_file_that_is_a_link_is_refused(store_path: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ LMDB maps its file without checksums. A flipped bit may read as another value, m
 save, and may kill the process.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -13,10 +14,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from asymcheck import Checkpointer
-from asymcheck.errors import CatalogError
+from asymcheck.errors import CatalogError, StorageError
 from asymcheck.storage import process_identity
 from asymcheck.storage.process_identity import hold, let_go
 from asymcheck.store import Store
@@ -285,6 +287,21 @@ def test_a_training_goes_on_after_a_repair_of_its_catalog(tmp_path: Path, monkey
         checkpointer.step(2)
         checkpointer.wait()
         assert same(store.load(2), trained)
+
+
+def test_commit_on_a_lost_drive_is_an_error_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a file system that has shut down, and does not even show its free space."""
+
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        catalog = store.resources.catalog()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", refuse)
+            with pytest.raises(StorageError, match="check the drive"), catalog.write():
+                raise lmdb.Error("mdb_txn_commit: Input/output error")
+        store.save(state(1, TENSORS), step=1)
 
 
 def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:

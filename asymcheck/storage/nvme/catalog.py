@@ -552,10 +552,13 @@ class Catalog:
         return CatalogError, "; stop all processes that use it: the next start rebuilds it"
 
     def _is_full(self, message: str) -> bool:
-        # LMDB reports a partial write to a full disk as an input/output error.
-        exhausted = shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
-        is_refused = "No space left" in message or "Disk quota exceeded" in message
-        return is_refused or ("Input/output error" in message and exhausted)
+        if "No space left" in message or "Disk quota exceeded" in message:
+            return True
+        # LMDB reports a partial write to a full disk as an input/output error. After an actual one, the file system may
+        # refuse every access.
+        with contextlib.suppress(OSError):
+            return "Input/output error" in message and shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
+        return False
 
     def _take_mark_back(self) -> None:
         self._marks.take_back(as_if_killed=self._has_commit_failed)

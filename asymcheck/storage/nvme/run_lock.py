@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import json
@@ -150,9 +151,11 @@ class RunLock:
             RunInUseError: another training trains the run now.
         """
         descriptor = self._descriptor
-        if descriptor is not None and not is_same_file(descriptor, self._path) and self._path.exists():
-            trainer = str(self._trainer() or "another process")
-            raise RunInUseError(self._run, trainer, self._last_step(), taken_over=True)
+        # XFS refuses every access after an error of its drive. The next save reports that.
+        with contextlib.suppress(OSError):
+            if descriptor is not None and not is_same_file(descriptor, self._path) and self._path.exists():
+                trainer = str(self._trainer() or "another process")
+                raise RunInUseError(self._run, trainer, self._last_step(), taken_over=True)
 
     def _trainer(self) -> Trainer | None:
         return Trainer.decode(self._files.read_small(self._path, _BYTES_MAX))

@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -304,11 +304,26 @@ def test_commit_on_a_lost_drive_is_an_error_of_the_package(tmp_path: Path, monke
         store.save(state(1, TENSORS), step=1)
 
 
-def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
+def test_catalog_that_is_removed_in_use_is_refused(tmp_path: Path) -> None:
+    """Test that no save relies on pins that a collection of another process cannot see."""
+    path = tmp_path / "store"
+    with Store.open(path, config=CONFIG, create=True) as store:
+        store.save(state(1, TENSORS), step=1)
+        shutil.rmtree(path / "catalog")
+        with pytest.raises(CatalogError, match="was removed while it was in use; stop all processes"):
+            store.save(state(2, TENSORS), step=2)
+    with Store.open(path, config=CONFIG) as store:
+        store.save(state(3, TENSORS), step=3)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 3]
+        assert store.verify() == []
+
+
+@pytest.mark.parametrize("damage", [Path.touch, Path.unlink], ids=["noted", "lost"])
+def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """Test that a rebuild does not free pinned packs: the error names the process and the remedy."""
     path = tmp_path / "store"
     _build(zygote, path, "with free pages")
-    (path / "catalog" / "open" / "damaged").touch()
+    damage(path / "catalog" / ("open/damaged" if damage is Path.touch else "data.mdb"))
     mark = f"1-{Path('/proc/1/stat').read_bytes().rpartition(b')')[2].split()[19].decode()}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     living = path / "catalog" / "open" / f"{mark}-{boot}-{os.readlink('/proc/self/ns/pid')}"

@@ -48,6 +48,7 @@ from asymcheck.storage.local_files import (
     is_same_file,
     locked,
     reserve,
+    translated,
     try_lock,
     unlock,
     wait_lock,
@@ -448,8 +449,10 @@ class Catalog:
             # the indexes of all packs takes about as long as the check.
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
-        elif (self.path / "data.mdb").exists() and (
-            noted or (dead and not _is_intact(self._files, self.path, self._config.catalog_map_bytes))
+        elif alive and (
+            noted
+            or not (self.path / "data.mdb").exists()
+            or (dead and not _is_intact(self._files, self.path, self._config.catalog_map_bytes))
         ):
             raise CatalogError(
                 f"catalog {self.path} is damaged and in use by "
@@ -584,12 +587,23 @@ class Catalog:
             with contextlib.suppress(OSError):
                 os.pwrite(self._lock_descriptor, f"{self._owner.pid:<20}".encode(), 0)
             try:
+                self._refuse_removed()
                 yield
             finally:
                 with contextlib.suppress(OSError):
                     unlock(self._lock_descriptor)
         finally:
             self._thread_lock.release()
+
+    def _refuse_removed(self) -> None:
+        """Raise if the files were removed in use. Other processes have a new catalog then, which lacks these pins."""
+        with translated("access", self.path):
+            if is_same_file(self._lock_descriptor, self.path / "writer.lock"):
+                return
+        raise CatalogError(
+            f"catalog {self.path} was removed while it was in use; stop all processes that use it: the next start "
+            "rebuilds it"
+        )
 
     def _wait_lock(self, timeout_s: float, *, gives_way: bool) -> bool:
         if try_lock(self._lock_descriptor, exclusive=True):

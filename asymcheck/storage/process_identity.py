@@ -76,7 +76,9 @@ def is_let_go(pin: bytes, owner: Owner) -> bool:
 
 
 def describe(owner: Owner) -> str:
-    """Return the PID and command line of a process for a message."""
+    """Return the PID and command line of a process for a message. Another container has a PID table of its own."""
+    if owner.pid_namespace and not is_visible(owner):
+        return f"process {owner.pid}" + (" of another container" if is_of_this_boot(owner) else "")
     command = b""
     with contextlib.suppress(OSError):
         command = (_PROC / str(owner.pid) / "cmdline").read_bytes().replace(b"\0", b" ")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Store
+from asymcheck import Store, StoreConfig
 from asymcheck.errors import LockTimeoutError
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme.catalog import CatalogUsers
@@ -61,6 +61,22 @@ def test_a_locked_mark_of_another_boot_belongs_to_a_living_process(tmp_path: Pat
         fcntl.flock(file, fcntl.LOCK_EX)
         assert not users.is_dead(owner)
         assert users.other_marks() == ([], {mark: owner})
+
+
+def test_lock_that_a_process_of_another_container_holds(store_path: Path) -> None:
+    """Test that the error names no process of this container, which may have the same number."""
+    other = dataclasses.replace(this_process(), pid=1, pid_namespace="pid:[1]")
+    name = f"{other.pid}-{other.start_ticks}-{other.boot_id}-{other.pid_namespace}"
+    with Store.open(store_path, create=True, config=StoreConfig(lock_timeout_s=0.1)) as store:
+        store.save({"w": 1}, step=1)
+        catalog = store_path / "catalog"
+        with (catalog / "open" / name).open("xb") as mark, (catalog / "writer.lock").open("r+") as lock:
+            fcntl.flock(mark, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(f"{other.pid:<20}")
+            lock.flush()
+            with pytest.raises(LockTimeoutError, match="by process 1 of another container; stop that process"):
+                store.save({"w": 2}, step=2)
 
 
 _TRAINING = """

@@ -130,6 +130,13 @@ def test_an_owner_is_named_in_messages() -> None:
     assert describe(dataclasses.replace(this_process(), pid=999_999_999)) == "process 999999999"
 
 
+def test_a_process_of_another_container_is_named_without_a_command() -> None:
+    """Test that a process here with the same number is not taken for the one to stop."""
+    other = dataclasses.replace(this_process(), pid_namespace="pid:[1]")
+    assert describe(other) == f"process {os.getpid()} of another container"
+    assert describe(dataclasses.replace(other, boot_id="another")) == f"process {os.getpid()}"
+
+
 def test_a_long_command_is_shortened_visibly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Test that an ellipsis marks the cut, because the rest of a number would read as another number."""
     monkeypatch.setattr(process_identity, "_PROC", tmp_path)

@@ -621,7 +621,9 @@ class Catalog:
         text = os.pread(self._lock_descriptor, 20, 0).decode(errors="replace").strip()
         if not text.isdecimal():
             return "an unknown process"
-        return process_identity.describe(Owner(int(text), 0, "", ""))
+        # The number may be that of a process in another container, which the mark shows.
+        owners = (owner for owner in self._marks.other_marks()[1].values() if owner.pid == int(text))
+        return process_identity.describe(next(owners, Owner(int(text), 0, "", "")))
 
     def close(self) -> None:
         """Sync and close the catalog, then remove the mark of this process.

@@ -61,13 +61,8 @@ class Trainer:
         """Return process, host and start for a message."""
         if self.owner == process_identity.this_process():
             return "another Checkpointer of this process"
-        name = f"process {self.owner.pid}"
-        if process_identity.is_visible(self.owner):
-            name = process_identity.describe(self.owner)
-        elif process_identity.is_of_this_boot(self.owner):
-            name += " of another container"
         start = dt.datetime.fromtimestamp(self.started_ns / 1e9, dt.timezone.utc)
-        return f"{name} on host {self.host} since {start:%Y-%m-%d %H:%M:%S} UTC"
+        return f"{process_identity.describe(self.owner)} on host {self.host} since {start:%Y-%m-%d %H:%M:%S} UTC"
 
 
 class RunLock:

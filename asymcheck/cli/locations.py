@@ -152,7 +152,7 @@ def describe_collected_ring(collected: CollectedRing, store: str, *, dry_run: bo
     name = f"ring {ring.path}, {output.size(ring.nbytes)}"
     origin = "" if ring.run is None else f", run {ring.run}"
     if collected.is_store_missing:
-        origin += f" of store {ring.store}, which does not exist any more"
+        origin += f" of store {ring.store}, which is not at that path"
     content = ring.problem or "all complete captures are durable"
     if collected.unsaved:
         steps = [
@@ -162,7 +162,9 @@ def describe_collected_ring(collected: CollectedRing, store: str, *, dry_run: bo
     if collected.is_removed:
         return f"{'would remove' if dry_run else 'removed'} {name}{origin}: {content}"
     advice = "The captures cannot be recovered"
-    if collected.unsaved and not collected.is_store_missing:
+    if collected.is_store_missing:
+        advice = "If the store was moved, is unmounted or belongs to another container, its next training commits them"
+    elif collected.unsaved:
         advice = _ring_advice(store, ring.run, ring.path.parent)
     words = ["asymcheck", "gc", store, "--discard-rings", *ring_folder_words(ring.path.parent)]
     return f"kept {name}{origin}: {content}. {advice}. To remove all kept rings: {shlex.join(words)}"

@@ -318,7 +318,8 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
     Store.open(deleted / "any", create=True).close()
     words = ("gc", deleted / "any", "--ring-folder", folder_for_rings(deleted))
     named = run_command(*words)
-    assert f"of store {deleted / 'store'}, which does not exist any more: 3 captures not durable" in named.out
+    assert f"of store {deleted / 'store'}, which is not at that path: 3 captures not durable" in named.out
+    assert "If the store was moved, is unmounted or belongs to another container, its next training" in named.out
     assert len(rings(deleted)) == 1
     assert "removed ring" in run_command(*words, "--discard-rings").out
     assert rings(deleted) == []

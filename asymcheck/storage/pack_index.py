@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import math
 from collections.abc import Callable
 
-from asymcheck.errors import FormatError, StructureError, TruncatedError, UnsupportedFormatError
+from asymcheck.errors import FormatError, StorageError, StructureError, TruncatedError, UnsupportedFormatError
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, FrameHeader, decode_header
 from asymcheck.format.pack import (
@@ -49,39 +51,50 @@ def bases_in(entries: Entries) -> dict[Digest, Digest]:
 
 
 def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:
-    """Read and check header and index of a pack. If they are damaged, find the frames by scanning.
+    """Read and check header and index of a pack. If they are damaged or on a bad sector, find the frames by scanning.
 
     Raises:
         FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
+        StorageError: the drive cannot read the frames, either.
     """
+    where, end = f"pack {name}", math.inf
     try:
-        header, entries = _read_index(read, name, pack_id)
+        header, size = _read_header(read, where, pack_id)
+        end = header.index_offset
+        if size < header.pack_length:
+            # Check before memory is allocated for the index, or bytes beyond the end of the file are read.
+            raise TruncatedError(f"{where}: the file has {size} of {header.pack_length} bytes")
+        index, _ = read(header.index_offset, round_up(header.index_length))
+        return PackIndex(header, decode_index(index, header, where), None)
     except UnsupportedFormatError:
         raise
-    except FormatError as error:
-        entries, stamped = _scan(read, name, pack_id, thorough=thorough)
+    except (FormatError, StorageError) as error:
+        if isinstance(error, FormatError):
+            damage = error
+        elif getattr(error.__cause__, "errno", None) == errno.EIO:
+            damage = StructureError(f"{where}: {error}")
+        else:
+            raise
+        entries, stamped = _scan(read, name, pack_id, end, thorough=thorough)
         if not len(entries) and not thorough:
             raise
-        end = int(entries["offset"][-1]) + entry_length(entries[-1]) if len(entries) else 0
-        return PackIndex(PackHeader(pack_id, len(entries), end, 0, ""), entries, error, stamped)
-    return PackIndex(header, entries, None)
+        length = int(entries["offset"][-1]) + entry_length(entries[-1]) if len(entries) else 0
+        return PackIndex(PackHeader(pack_id, len(entries), length, 0, ""), entries, damage, stamped)
 
 
-def _read_index(read: ReadRange, name: str, pack_id: PackId) -> tuple[PackHeader, Entries]:
-    where = f"pack {name}"
+def _read_header(read: ReadRange, where: str, pack_id: PackId) -> tuple[PackHeader, int]:
+    """Read the header of a pack; return it with the size of the file."""
     block, size = read(0, registry.BLOCK_BYTES)
     header = decode_pack_header(block, where)
     if header.pack_id != pack_id:
         raise StructureError(f"{where}: the header names pack {header.pack_id.hex()}")
-    if size < header.pack_length:
-        # Check before memory is allocated for the index, or bytes beyond the end of the file are read.
-        raise TruncatedError(f"{where}: the file has {size} of {header.pack_length} bytes")
-    index, _ = read(header.index_offset, round_up(header.index_length))
-    return header, decode_index(index, header, where)
+    return header, size
 
 
-def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> tuple[Entries, tuple[int, ...]]:
-    """Find the frames of a pack by their headers, as SPEC.md §A7 allows if header or index is damaged.
+def _scan(
+    read: ReadRange, name: str, pack_id: PackId, end: float, *, thorough: bool
+) -> tuple[Entries, tuple[int, ...]]:
+    """Find the frames of a pack before ``end`` by their headers, as SPEC.md §A7 allows if header or index is damaged.
 
     Return their entries and their sequence numbers.
 
@@ -94,7 +107,7 @@ def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> tup
     frames: list[tuple[FrameDescriptor, int]] = []
     stamped: list[int] = []
     offset, foreign_frames = registry.BLOCK_BYTES, 0
-    while len(block := read(offset, HEADER_BYTES)[0]) == HEADER_BYTES:
+    while offset < end and len(block := read(offset, HEADER_BYTES)[0]) == HEADER_BYTES:
         header = _frame_header(block, f"frame {len(frames)} of pack {name}", thorough=thorough)
         # In a recycled file, a frame of the earlier pack has the id of that pack.
         if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(frames)):

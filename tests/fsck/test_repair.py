@@ -16,6 +16,7 @@ import torch
 from asymcheck import StoreConfig
 from asymcheck.errors import HeadRecordError, OutOfSpaceError, ReadOnlyStoreError
 from asymcheck.format import layout
+from asymcheck.format.pack import decode_pack_header
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.fsck.verify import Severity
 from asymcheck.storage import damaged_frames
@@ -312,6 +313,21 @@ def test_unreadable_data_may_return(path: Path) -> None:
         assert "unreadable-pack" in {one.kind for one in repaired.left}
         with store.resources.catalog().read() as transaction:
             assert transaction.location(name) is None
+        check_idle(store)
+    assert readable(path) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("part", ["header", "index"])
+def test_header_or_index_that_the_drive_cannot_read(path: Path, part: str) -> None:
+    """Test one bad sector: loads and a collection find the frames, and a repair copies them."""
+    pack = packs(path)[0]
+    offset = 0 if part == "header" else decode_pack_header(pack.read_bytes(), pack.name).index_offset
+    with open_store(path, files=_Unreadable(pack, offset)) as store:
+        for step in range(3):
+            assert fingerprint(store.load(step)) == fingerprint(make_state(step))
+        store.gc()
+        repaired = store.repair()
+        assert (pack.exists(), repaired.left) == (False, ())
         check_idle(store)
     assert readable(path) == {0, 1, 2}
 

@@ -31,6 +31,7 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.events import relay
+from asymcheck.executor import start
 from asymcheck.gc.retention_runner import MaintenanceThread
 from asymcheck.policies.push_selection import due, held
 from asymcheck.replication.checkpoint_cache import CheckpointCache
@@ -113,10 +114,15 @@ class BackgroundPush:
         return self._thread is not None and not self._request.is_closing
 
     def start(self) -> BackgroundPush:
-        """Start the child, unless it was started. Checkpoints that an earlier training left go first."""
+        """Start the child, unless it was started. Checkpoints that an earlier training left go first.
+
+        Raises:
+            StorageError: this process may have no more threads.
+        """
         if self._job is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._work, args=(self._job,), name="asymcheck-pushing", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, args=(self._job,), name="asymcheck-pushing", daemon=True)
+            start(thread)
+            self._thread = thread
         return self
 
     def warn_of_new_start(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Push, Store
-from asymcheck.errors import GivenUpError, InvalidInputError, UnreachableRemoteWarning
+from asymcheck.errors import GivenUpError, InvalidInputError, StorageError, UnreachableRemoteWarning
 from asymcheck.replication import background_push as module
 from tests.remote.conftest import CONFIG, by_process, check_location, save_steps
 from tests.zygote import REPOSITORY, wait_until
@@ -53,6 +54,20 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
         wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
         assert pushing.statistics().failures == 2
     check_location(folder, 1, 2)
+
+
+def test_limit_of_threads_is_an_error_of_the_package(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a thread that cannot be started: the error names the limit, and the push can be closed."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = opened.training.push_in_background(Push(folder))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(StorageError, match="cannot start thread asymcheck-pushing"):
+            pushing.start()
+        pushing.close()
 
 
 def test_program_without_an_interpreter_is_refused(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from asymcheck import Checkpointer
-from asymcheck.errors import CatalogError, StorageError
+from asymcheck import Checkpointer, StoreConfig
+from asymcheck.errors import CatalogError, OutOfSpaceError, StorageError
 from asymcheck.storage import process_identity
 from asymcheck.storage.process_identity import hold, let_go
 from asymcheck.store import Store
@@ -287,6 +287,21 @@ def test_a_training_goes_on_after_a_repair_of_its_catalog(tmp_path: Path, monkey
         checkpointer.step(2)
         checkpointer.wait()
         assert same(store.load(2), trained)
+
+
+def test_full_map_names_its_setting(tmp_path: Path) -> None:
+    """Test that the advice is not to free space on a drive that is not full."""
+    with Store.open(tmp_path / "store", config=StoreConfig(catalog_map_bytes=1 << 20), create=True) as store:
+        catalog = store.resources.catalog()
+
+        def fill() -> None:
+            with catalog.write() as transaction:
+                for number in range(1 << 16):
+                    transaction.put_manifest(b"%032d" % number, 5)
+
+        with pytest.raises(OutOfSpaceError, match=r"1,048,576 bytes: give a larger StoreConfig\(catalog_map_bytes=…\)"):
+            fill()
+        store.save(state(1, TENSORS), step=1)
 
 
 def test_commit_on_a_lost_drive_is_an_error_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -532,7 +532,10 @@ class Catalog:
     def _kind_of(self, error: lmdb.Error) -> tuple[type[StorageError], str]:
         """Return the class and the advice for an error of LMDB."""
         text = str(error)
-        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or self._is_full(text):
+        if isinstance(error, lmdb.MapFullError):
+            size = f"{self._config.catalog_map_bytes:,} bytes"
+            return OutOfSpaceError, f"; its map has {size}: give a larger StoreConfig(catalog_map_bytes=…)"
+        if isinstance(error, lmdb.DiskError) or self._is_full(text):
             return OutOfSpaceError, "; free space, or delete checkpoints and run gc"
         if "Read-only file system" in text:
             advice = "check the drive, and mount it again"

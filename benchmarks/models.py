@@ -255,9 +255,13 @@ def _asked(context: ForkServerContext, work: Any, arguments: tuple[object, ...])
     child_end.close()
     try:
         answer: object = ours.recv() if ours.poll(_TIMEOUT_S) else "no answer in time"
+        process.join(_TIMEOUT_S)
     except EOFError:
+        process.join(_TIMEOUT_S)
         answer = f"ended with status {process.exitcode}"
-    process.join(_TIMEOUT_S)
+    finally:
+        # After Ctrl-C it would go on, and this program would wait for it at its end.
+        process.kill()
     return answer
 
 

@@ -254,14 +254,17 @@ def _asked(context: ForkServerContext, work: Any, arguments: tuple[object, ...])
     process.start()
     child_end.close()
     try:
-        answer: object = ours.recv() if ours.poll(_TIMEOUT_S) else "no answer in time"
+        if not ours.poll(_TIMEOUT_S):
+            return "no answer in time"
+        answer: object = ours.recv()
         process.join(_TIMEOUT_S)
     except EOFError:
         process.join(_TIMEOUT_S)
         answer = f"ended with status {process.exitcode}"
     finally:
-        # After Ctrl-C it would go on, and this program would wait for it at its end.
+        # Without an answer, or after Ctrl-C, it would go on in the folder of its cell.
         process.kill()
+        process.join()
     return answer
 
 

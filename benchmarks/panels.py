@@ -25,7 +25,7 @@ _MARKERS = "os^vD*PX<>hp"
 def draw_models(report: Report, path: Path, every: int = 10) -> None:
     """Write a PNG file with a panel per measure (rows) and model (columns), for one interval.
 
-    Schemes that were measured with some of the models only are left out.
+    Leave out the schemes that were measured with some of the models only, and say so.
     """
     lost = [(row.system, row.metric.partition(", ")[2]) for row in _of(report, "steps lost")]
     models = list(dict.fromkeys(model for _, model in lost))
@@ -43,8 +43,10 @@ def draw_models(report: Report, path: Path, every: int = 10) -> None:
             _bars(axis, schemes, rows[model], scale)
             axis.set_title(f"{model}: {metric} [{unit}]", fontsize=8)
     facts = [report.environment.get(name, "") for name in ("processor", "file system", "state")]
+    others = len({name for name, _ in lost}) - len(schemes)
+    left_out = f" · left out: {others} schemes that were measured with some of the models" if others else ""
     figure.suptitle(
-        f"models, a checkpoint every {every} steps; less is better\n"
+        f"models, a checkpoint every {every} steps; less is better{left_out}\n"
         + textwrap.fill(" · ".join(filter(None, facts)), 130),
         fontsize=9,
     )

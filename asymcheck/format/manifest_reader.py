@@ -101,6 +101,7 @@ class ManifestCache:
 DIMENSIONS_MAX = 64
 _INVALID = "not a valid Arrow IPC file"
 _FILE_MAGIC = b"ARROW1"
+_HEAD_BYTES = 8  # the magic, and two bytes that readers ignore
 _NOT_NULLABLE = [name for name in SCHEMA.names if not SCHEMA.field(name).nullable]
 _EXACT_PRODUCT_MAX = float(1 << 62)
 """A product below this value in binary64 arithmetic is less than 2^63."""
@@ -192,7 +193,7 @@ def _read_rows(rows: pa.Message, where: str) -> pa.RecordBatch:
 def _rows_message(buffer: pa.Buffer, schema: pa.Schema, batches: int, where: str) -> pa.Message:
     # Read the batch from the messages in file order and only compare the footer, because its offsets may be hostile.
     # Refuse a compressed body before it is read, because it could expand to any size.
-    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(8)))
+    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(_HEAD_BYTES)))
     first, second = messages.read_next_message(), messages.read_next_message()
     is_one_batch = (first.type, second.type, batches) == ("schema", "record batch", 1)
     if not is_one_batch or not schema.remove_metadata().equals(SCHEMA):

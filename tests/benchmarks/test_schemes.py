@@ -98,6 +98,18 @@ def test_failed_recovery_has_no_time() -> None:
     assert "recovery, GPT-2" not in {one.metric for one in models._recovery_rows(cell, [(7, failed)])}
 
 
+def _never_answers(_pipe: Connection) -> None:
+    time.sleep(600)
+
+
+def test_process_of_a_cell_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that it no longer writes when the folder of the cell is removed."""
+    monkeypatch.setattr(models, "_TIMEOUT_S", 0.1)
+    before = multiprocessing.active_children()
+    answer = models._asked(multiprocessing.get_context("forkserver"), _never_answers, ())
+    assert (answer, multiprocessing.active_children()) == ("no answer in time", before)
+
+
 def test_time_is_taken_when_the_first_checkpoints_are_done(tmp_path: Path) -> None:
     """Test a scheme that starts a process for its first checkpoint, which must not count for later ones."""
     told: list[str] = []

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asymcheck import Store
 from asymcheck.commit import orphan_recovery
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.errors import CaptureWarning, LockTimeoutError, OutOfSpaceError, SkippedCheckpointWarning, warn_user
+from asymcheck.format import registry
 from asymcheck.format.manifest import Manifest
 from asymcheck.storage.process_identity import this_process
-from asymcheck.storage.shm import orphaned_rings
+from asymcheck.storage.shm import orphaned_rings, ring_reader
 from asymcheck.storage.shm.orphaned_rings import list_rings, open_orphaned_ring
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import CheckpointRef
@@ -85,6 +87,17 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
         assert_restored(folder, CAPTURED - 1)
     thread.join()
     assert rings(folder) == []
+
+
+def test_frames_are_found_in_all_parts_of_a_ring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a scan in parts of one block, on several threads: the frames are those of a scan in one part."""
+    (ring,) = rings(folder)
+    with RingReader(ring, hold=False) as reader:
+        whole = reader.entries
+    monkeypatch.setattr(ring_reader, "_PART_BYTES", registry.BLOCK_BYTES)
+    with RingReader(ring, hold=False) as reader:
+        assert len(whole) > 2
+        np.testing.assert_array_equal(reader.entries, whole)
 
 
 @pytest.mark.parametrize("is_alive", [False, True], ids=["dead", "alive"])

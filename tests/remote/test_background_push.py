@@ -165,6 +165,16 @@ def test_repaired_checkpoint_is_sent_without_a_wait(store: Path, folder: str, mo
     check_location(folder, 1, 2)
 
 
+def assert_other_pushed(store: Path, folder: str, warning: str) -> None:
+    """Check that step 1 is pushed, although step 2 cannot be read, and that a warning says so."""
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        pushing = by_thread(opened, folder)
+        wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
+        with pytest.warns(UnreachableRemoteWarning, match=warning):
+            assert pushing.close().damaged == 1
+    check_location(folder, 1)
+
+
 def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,12 +188,7 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
         return original(pack, sequence, slot)
 
     monkeypatch.setattr(PackFile, "read_frame", read_frame)
-    with Store.open(store, config=CONFIG, create=True) as opened:
-        pushing = by_thread(opened, folder)
-        wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
-        with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: .*Input/output error"):
-            assert pushing.close().damaged == 1
-    check_location(folder, 1)
+    assert_other_pushed(store, folder, r"damaged checkpoint: .*Input/output error")
 
 
 def test_one_that_this_user_may_not_read_does_not_hold_up_the_others(
@@ -199,12 +204,7 @@ def test_one_that_this_user_may_not_read_does_not_hold_up_the_others(
         return open_read(files, path)
 
     monkeypatch.setattr(Files, "open_read", checked)
-    with Store.open(store, config=CONFIG, create=True) as opened:
-        pushing = by_thread(opened, folder)
-        wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
-        with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: step 2 .*Permission denied"):
-            assert pushing.close().damaged == 1
-    check_location(folder, 1)
+    assert_other_pushed(store, folder, r"damaged checkpoint: step 2 .*Permission denied")
 
 
 def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(

@@ -3,6 +3,7 @@
 import contextlib
 import resource
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from asymcheck import Store, StoreConfig
 from asymcheck.errors import LockTimeoutError
 from asymcheck.format.digest import digest
 from asymcheck.restore.frame_reader import read_any
-from asymcheck.restore.resolve import resolve_one
+from asymcheck.restore.resolve import Resolved, resolve_one
 from tests.damage.flips import flip
 from tests.zygote import Zygote
 
@@ -44,45 +45,49 @@ def test_a_checkpoint_in_more_packs_than_can_be_opened_is_restored(zygote: Zygot
     assert done.stdout.splitlines() == ["[]", "True", "3.0 101", "1"]
 
 
-def test_a_pack_may_be_repacked_while_its_file_is_closed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test a read of more packs than may be open, between whose reads a collection moves their partitions."""
+@contextlib.contextmanager
+def opened_with_too_many_packs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, config: StoreConfig
+) -> Iterator[tuple[Store, Resolved]]:
+    """Open a store whose last checkpoint is in more packs than may be open, with the sources of this checkpoint."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16, limits[1]))
-    with Store.open(store_path, config=StoreConfig(slots=1), create=True) as store:
+    with Store.open(path, config=config, create=True) as store:
         kept = {f"x{step}": torch.full((3000,), float(step)) for step in range(12)}
         for step in range(12):
             store.save({"x": kept[f"x{step}"], "garbage": torch.full((9000,), -float(step))}, step=step)
         store.save(kept, step=12)
         tier = store.resources.nvme
         resolved = resolve_one(tier, tier.manifests.checkpoints("default")[-1])
-        with resolved.sources as sources:
-            for step in range(12):
-                store.delete(step)
-            # The packs with an open file are locked, at most four.
-            assert store.gc().repacked_packs >= 8
-            for extent in [extent for row in resolved.manifests[0].rows() for extent in row.extents]:
-                assert digest(read_any(sources, extent.digest)) == extent.digest
+        with resolved.sources:
+            yield store, resolved
+
+
+def test_a_pack_may_be_repacked_while_its_file_is_closed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a read of more packs than may be open, between whose reads a collection moves their partitions."""
+    with opened_with_too_many_packs(store_path, monkeypatch, StoreConfig(slots=1)) as (store, resolved):
+        for step in range(12):
+            store.delete(step)
+        # The packs with an open file are locked, at most four.
+        assert store.gc().repacked_packs >= 8
+        for name in resolved.manifests[0].partitions():
+            assert digest(read_any(resolved.sources, name)) == name
 
 
 def test_a_pack_that_is_locked_while_its_file_is_closed_is_not_damaged(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test a read of more packs than may be open, some of which another process has locked since."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, limits[1]))
-    with Store.open(store_path, config=StoreConfig(slots=1, read_lock_timeout_s=0.05), create=True) as store:
-        kept = {f"x{step}": torch.full((3000,), float(step)) for step in range(12)}
-        for step in range(12):
-            store.save({"x": kept[f"x{step}"], "garbage": torch.full((9000,), -float(step))}, step=step)
-        store.save(kept, step=12)
-        tier = store.resources.nvme
-        resolved = resolve_one(tier, tier.manifests.checkpoints("default")[-1])
-        with resolved.sources as sources, contextlib.ExitStack() as stack:
-            held = [stack.enter_context(tier.locked(pack)) for pack in (store_path / "packs").iterdir()]
-            assert sum(held) >= 8
-            names = [extent.digest for row in resolved.manifests[0].rows() for extent in row.extents]
-            with pytest.raises(LockTimeoutError, match="was locked"):
-                list(map(partial(read_any, sources), names))
+    config = StoreConfig(slots=1, read_lock_timeout_s=0.05)
+    with (
+        opened_with_too_many_packs(store_path, monkeypatch, config) as (store, resolved),
+        contextlib.ExitStack() as stack,
+    ):
+        locked = store.resources.nvme.locked
+        held = [stack.enter_context(locked(pack)) for pack in (store_path / "packs").iterdir()]
+        assert sum(held) >= 8
+        with pytest.raises(LockTimeoutError, match="was locked"):
+            list(map(partial(read_any, resolved.sources), resolved.manifests[0].partitions()))
 
 
 SEEKER = """

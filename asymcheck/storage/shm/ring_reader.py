@@ -106,7 +106,7 @@ class RingReader(contextlib.AbstractContextManager["RingReader"]):
         # Each page is touched for the first time, which takes 0.1 s for each GB on one thread.
         parts = list(_written(self._descriptor, len(self._memory)))
         share(parts, scan, min(len(parts), _THREADS, len(os.sched_getaffinity(0))), "scan")
-        blocks = [block for _, blocks in sorted(found.items()) for block in blocks]
+        blocks = [block for _, part in sorted(found.items()) for block in part]
         frames = []
         for block in blocks:
             offset = block * registry.BLOCK_BYTES

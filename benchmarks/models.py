@@ -277,13 +277,17 @@ def _killed(context: ForkServerContext, cell: Cell, scratch: Path, number: int) 
         process = context.Process(target=models_child.train_until_killed, args=(cell, where, child_end))
         process.start()
         child_end.close()
-        digests = _reached(ours, 7 + 3 * number)
-        with _ended(_children_of(process.pid)):
-            time.sleep(random.random() * statistics.fmean(digests.durations))
-            os.kill(process.pid or 0, signal.SIGKILL)
+        try:
+            digests = _reached(ours, 7 + 3 * number)
+            with _ended(_children_of(process.pid)):
+                time.sleep(random.random() * statistics.fmean(digests.durations))
+                process.kill()
+                process.join()
+                digests.drain(ours)
+                recovered = _asked(context, models_child.recover, (cell, where, digests.by_step))
+        finally:
+            process.kill()
             process.join()
-            digests.drain(ours)
-            recovered = _asked(context, models_child.recover, (cell, where, digests.by_step))
     if not isinstance(recovered, Recovered):
         raise _CellError(f"{cell}: {recovered}")
     return max(digests.by_step), recovered
@@ -332,7 +336,10 @@ def _reached(pipe: Connection, steps: int) -> _Digests:
     while len(digests.by_step) < steps:
         if not pipe.poll(_TIMEOUT_S):
             raise _CellError("the training that was to be killed stopped reporting steps")
-        digests.note(pipe.recv())
+        try:
+            digests.note(pipe.recv())
+        except EOFError as error:
+            raise _CellError("the training that was to be killed ended early") from error
     return digests
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -85,3 +86,11 @@ def test_failing_library_has_no_rows_and_asymcheck_ends_the_run(
     assert capsys.readouterr().out == f"{cell}: EOFError: half a file\n"
     with pytest.raises(SystemExit, match=r"asymcheck \+S\+O.*: EOFError: half a file"):
         models._measured_cell(context, dataclasses.replace(cell, scheme=models.OURS), tmp_path)
+
+
+def test_library_that_ends_early_has_no_recovery(tmp_path: Path) -> None:
+    """Test that a training which ends before its kill does not end the workload."""
+    process = SimpleNamespace(start=lambda: None, kill=lambda: None, join=lambda: None, pid=None)
+    context = cast("ForkServerContext", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **_: process))
+    cell = Cell("GPT-2", "tiny", "safetensors", every=models._KILL, steps=1)
+    assert models._measured_cell(context, cell, tmp_path) == ([], "")

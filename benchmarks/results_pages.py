@@ -338,7 +338,27 @@ def _models(report: Report) -> Iterator[str]:
             cells = [_cell(rows.get((scheme, f"{metric}, {model}{suffix}"))) for model in models]
             yield f"| {scheme} | {' | '.join(cells)} |"
         yield ""
+    yield from _by_interval(rows, schemes, models[0])
     yield from _inexact(report, models)
+
+
+def _by_interval(rows: Mapping[tuple[str, str], Row], schemes: Sequence[str], model: str) -> Iterator[str]:
+    """Yield a table with the intervals of the schemes that were measured at several intervals with ``model``."""
+    begin = f"slowdown, {model}, every "
+    found = [(scheme, int(metric.removeprefix(begin))) for scheme, metric in rows if metric.startswith(begin)]
+    every = sorted({interval for _, interval in found})
+    if len(every) == 1:
+        return
+    yield from (f"**At other intervals** with {model}: a checkpoint every {', '.join(map(str, every))} steps", "")
+    measures = _MEASURES[:3]
+    columns = [f"{metric} [{unit}], {interval}" for metric, unit, _ in measures for interval in every]
+    yield f"| scheme | {' | '.join(columns)} |"
+    yield "|---|" + "---|" * len(columns)
+    for scheme in schemes:
+        if sum(name == scheme for name, _ in found) > 1:
+            metrics = [f"{metric}, {model}, every {interval}" for metric, _, _ in measures for interval in every]
+            yield f"| {scheme} | {' | '.join(_cell(rows.get((scheme, metric))) for metric in metrics)} |"
+    yield ""
 
 
 def _model(row: Row) -> str:

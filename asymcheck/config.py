@@ -309,6 +309,12 @@ class CaptureConfig:
     evenly.
     ``eager`` copies inside ``step()``.
     """
+    deferred: tuple[str, ...] = ()
+    """Globs for names of tensors that no optimizer owns, but that may be copied in the background nevertheless.
+
+    Name tensors that never change, or only between an optimizer step and the next call of ``step()``: averaged
+    weights, frozen weights, or 16-bit weights that are rounded from float32 ones. For instance ``("average.*",)``.
+    """
     staging_bytes: int = 256 * MIB
     """Size of the staging buffer on each GPU [B], for eager tensors and late copies.
 
@@ -320,6 +326,8 @@ class CaptureConfig:
         check_numbers(self, _CAPTURE_LIMITS)
         check_choice("proof", self.proof, get_args(Proof))
         check_choice("schedule", self.schedule, get_args(Schedule))
+        if type(self.deferred) is not tuple or not all(isinstance(pattern, str) for pattern in self.deferred):
+            raise InvalidInputError(f'deferred={self.deferred!r:.100}: give a tuple of globs such as ("average.*",)')
         if not isinstance(self.ring_folder, (str, Path)):
             raise InvalidInputError(f"ring_folder {self.ring_folder!r:.100}: give the path of a directory")
 

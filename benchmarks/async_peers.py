@@ -130,7 +130,8 @@ class Ours(Saver):
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
         self._store = asymcheck.Store.open(where, config=config, create=True)
-        capture = CaptureConfig(schedule=schedule)
+        # Only the float32 masters are in the optimizer; the training rounds them to the weights after each step.
+        capture = CaptureConfig(schedule=schedule, deferred=("model.*",) if "masters" in state else ())
         self._checkpointer = asymcheck.Checkpointer(self._store, state, capture=capture, every=1, keep=keep)
         self._counted = 0.0
 

@@ -107,7 +107,7 @@ class BackgroundSaver:
         store = cut_for_ring(tier.config, config.ring_bytes, Path(config.ring_folder), self._processes)
         self._schedule = CaptureSchedule(config, store, newest_plan(tier, run), self._enter_window)
         self._modules: list[nn.Module] = []
-        self._flattener, self._ownership = Flattener(), OptimizerOwnership()
+        self._flattener, self._ownership = Flattener(), OptimizerOwnership(config.deferred)
         self._devices = Devices(config.staging_bytes)
         self._unfenced: Capture | None = None
         self._short: Ring | None = None
@@ -173,7 +173,7 @@ class BackgroundSaver:
         if modules != self._modules:
             schedule.watch(modules)
             self._modules = modules
-        owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
+        owned = self._ownership.deferred_rows(flat, optimizers, parts, self._modules)
         changing = self.detector.changing
         deferred = tuple(
             [is_owned and name not in changing for is_owned, name in zip(owned, columns.names, strict=True)]

@@ -15,9 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from asymcheck.errors import CaptureWarning, warn_user
-from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
+from asymcheck.errors import CaptureWarning, listed, warn_user
+from asymcheck.state.leaves import PLAIN_TENSORS, Source, identity_key
+from asymcheck.state.names import matches
 from asymcheck.state.shards import Distributed, is_dtensor, locals_of
+from asymcheck.state.walk import Columns, FlatState
 
 _T = TypeVar("_T")
 _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}
@@ -59,12 +61,17 @@ def distributed(state: object) -> Iterator[Distributed]:
 class OptimizerOwnership:
     """Selector of deferred tensors: the tensors that only an optimizer step changes.
 
-    Deferred tensors are optimizer parameters, optimizer state, and the tensors that distributed parts own. A tensor is
-    eager if another value of the state shares its memory, such as a buffer, a view or a numpy array. The weight of an
-    embedding with ``max_norm`` is eager too, because each forward call scales its rows in place.
+    Deferred tensors are optimizer parameters, optimizer state, the tensors that distributed parts own, and those that
+    the user names. A tensor is eager if another value of the state shares its memory, such as a buffer, a view or a
+    numpy array. The weight of an embedding with ``max_norm`` is eager too, because each forward call scales its rows in
+    place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        """Also defer the tensors whose names match one of ``patterns``."""
+        self._patterns = patterns
+        self._columns: Columns | None = None
+        self._is_named: list[bool] = []
         self._keys: list[tuple[object, ...] | None] = []
         self._storages: list[tuple[int, int]] = []  # start and end of the memory of each owned tensor
         self._modules: list[nn.Module] = []
@@ -72,18 +79,19 @@ class OptimizerOwnership:
 
     def deferred_rows(
         self,
-        leaves: Sequence[Leaf],
+        state: FlatState,
         optimizers: Iterable[Optimizer],
         parts: Iterable[Distributed] = (),
         modules: Sequence[nn.Module] = (),
     ) -> tuple[bool, ...]:
         """Return whether each leaf is deferred."""
+        leaves, is_named = state.leaves, self._named(state.columns)
         tensors = [tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)]
         tensors += [tensor for part in parts for tensor in part.owned()]
         # Most tensors of optimizers are the same objects as in the state. Only the others need their own key.
         key_by_id = {id(leaf.source): leaf.key for leaf in leaves}
         memory = {key_by_id.get(id(tensor)) or identity_key(tensor) for tensor in tensors} - {None}
-        is_owned = [leaf.key in memory for leaf in leaves]
+        is_owned = [named or leaf.key in memory for leaf, named in zip(leaves, is_named, strict=True)]
         owned = [*compress(leaves, is_owned)]
         keys = [leaf.key for leaf in owned]
         # The flattener reuses the key objects, so this comparison is fast.
@@ -95,6 +103,17 @@ class OptimizerOwnership:
         others = [leaf.source for leaf in compress(leaves, map(not_, is_owned))]
         shared, storages = _shared([*others, *scaled], dict(self._storages)), iter(self._storages)
         return tuple([is_own and next(storages)[0] not in shared for is_own in is_owned])
+
+    def _named(self, columns: Columns) -> list[bool]:
+        """Return whether the name of each tensor matches a pattern, and warn about patterns without a match."""
+        if columns is not self._columns:
+            tensors = [(name, *others) for name, others in zip(columns.names, columns.aliases, strict=True)]
+            self._is_named = [any(matches(pattern, names) for pattern in self._patterns) for names in tensors]
+            unmatched = [pattern for pattern in self._patterns if not any(matches(pattern, names) for names in tensors)]
+            is_first, self._columns = self._columns is None, columns
+            if unmatched and is_first:
+                warn_user(f"deferred: {listed(unmatched)} matches no tensor of the state", CaptureWarning)
+        return self._is_named
 
 
 def _storage(source: Source) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asymcheck.capture.optimizer_fence import OptimizerFences, OptimizerOwnership
+from asymcheck.errors import CaptureWarning
 from asymcheck.state.flattener import Flattener
 from asymcheck.state.shards import TensorShard
 from asymcheck.state.walk import flatten
@@ -41,7 +43,7 @@ class Trained:
 
     def owned(self, ownership: OptimizerOwnership, flattener: Flattener) -> tuple[bool, ...]:
         """Return the tensors that may be captured later."""
-        return ownership.deferred_rows(flattener.flatten(self.value).leaves, [self.optimizer])
+        return ownership.deferred_rows(flattener.flatten(self.value), [self.optimizer])
 
     def move_mean(self, tensor: torch.Tensor) -> None:
         """Move a part of the optimizer's state in memory."""
@@ -101,11 +103,11 @@ def test_replaced_array_is_checked_again() -> None:
     """Test that a reused id of a freed array is not trusted."""
     training, ownership = Trained(), OptimizerOwnership()
     training.value["rng"] = np.zeros(3)
-    leaves = flatten(training.value).leaves
-    assert all(ownership.deferred_rows(leaves, [training.optimizer])[:2])
-    array = next(row for row, leaf in enumerate(leaves) if leaf.name == "rng")
-    leaves[array] = dataclasses.replace(leaves[array], source=training.model[0].detach().numpy())
-    assert ownership.deferred_rows(leaves, [training.optimizer])[:2] == (False, True)
+    flat = flatten(training.value)
+    assert all(ownership.deferred_rows(flat, [training.optimizer])[:2])
+    array = flat.columns.names.index("rng")
+    flat.leaves[array] = dataclasses.replace(flat.leaves[array], source=training.model[0].detach().numpy())
+    assert ownership.deferred_rows(flat, [training.optimizer])[:2] == (False, True)
 
 
 def test_replaced_embedding_with_scaled_rows_is_found() -> None:
@@ -114,9 +116,9 @@ def test_replaced_embedding_with_scaled_rows_is_found() -> None:
     ownership, found = OptimizerOwnership(), []
     for bound in (None, None, 1.0, 1.0, None):
         model["words"] = torch.nn.Embedding(4, 2, max_norm=bound)
-        leaves = flatten({"model": model}).leaves
-        assert [leaf.name for leaf in leaves] == ["model.words.weight", "model.out.weight"]
-        found.append(ownership.deferred_rows(leaves, [torch.optim.SGD(model.parameters())], modules=[model]))
+        flat = flatten({"model": model})
+        assert flat.columns.names == ("model.words.weight", "model.out.weight")
+        found.append(ownership.deferred_rows(flat, [torch.optim.SGD(model.parameters())], modules=[model]))
     assert found == [(True, True), (True, True), (False, True), (False, True), (True, True)]
 
 
@@ -125,8 +127,8 @@ def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None
     weight = torch.nn.Parameter(torch.rand(2, 2))
     optimizer = torch.optim.SGD([weight])
     parts = [TensorShard(weight, (4, 2), (offset, 0)) for offset in (0, 2)]
-    leaves = flatten({"parts": parts, "buffer": torch.rand(1)}).leaves
-    assert OptimizerOwnership().deferred_rows(leaves, [optimizer]) == (True, True, False)
+    flat = flatten({"parts": parts, "buffer": torch.rand(1)})
+    assert OptimizerOwnership().deferred_rows(flat, [optimizer]) == (True, True, False)
 
 
 def test_a_frozen_parameter_is_no_optimizers() -> None:
@@ -136,12 +138,13 @@ def test_a_frozen_parameter_is_no_optimizers() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.rand(2, 2)
     optimizer.step()
-    ownership, leaves = OptimizerOwnership(), flatten({"model": model, "optimizer": optimizer}).leaves
-    assert [leaf.name for leaf in leaves][:2] == ["model.trained.weight", "model.average.weight"]
-    found = [ownership.deferred_rows(leaves, [optimizer])]
+    flat = flatten({"model": model, "optimizer": optimizer})
+    assert flat.columns.names[:2] == ("model.trained.weight", "model.average.weight")
+    ownership, named = OptimizerOwnership(), OptimizerOwnership(["*.average.*"])
+    found = [ownership.deferred_rows(flat, [optimizer])]
     model["average"].requires_grad_(False)
-    found.append(ownership.deferred_rows(leaves, [optimizer]))
-    assert found == [(True, True, True, True), (True, False, True, False)]
+    found += [each.deferred_rows(flat, [optimizer]) for each in (ownership, named)]
+    assert found == [(True, True, True, True), (True, False, True, False), (True, True, True, False)]
 
 
 def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
@@ -152,8 +155,8 @@ def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
             self.param_groups = inner.param_groups
 
     weight = torch.nn.Parameter(torch.rand(2))
-    leaves = flatten({"weight": weight, "buffer": torch.rand(1)}).leaves
-    assert OptimizerOwnership().deferred_rows(leaves, [Wrapper(torch.optim.SGD([weight]))]) == (True, False)
+    flat = flatten({"weight": weight, "buffer": torch.rand(1)})
+    assert OptimizerOwnership().deferred_rows(flat, [Wrapper(torch.optim.SGD([weight]))]) == (True, False)
 
 
 def test_methods_of_a_wrapper_do_not_count_as_those_of_its_optimizer() -> None:
@@ -180,6 +183,25 @@ def test_methods_of_a_wrapper_do_not_count_as_those_of_its_optimizer() -> None:
 def test_an_empty_tensor_is_no_optimizers() -> None:
     """Test that an empty tensor, which has no memory, is ignored."""
     weight = torch.nn.Parameter(torch.rand(4)[:0])
-    leaves = flatten({"weight": [weight], "buffer": torch.rand(4)[:0]}).leaves
+    flat = flatten({"weight": [weight], "buffer": torch.rand(4)[:0]})
     optimizer = torch.optim.SGD([weight.detach().requires_grad_()])
-    assert OptimizerOwnership().deferred_rows(leaves, [optimizer]) == (False, False)
+    assert OptimizerOwnership().deferred_rows(flat, [optimizer]) == (False, False)
+
+
+def test_named_tensor_that_shares_memory_with_others_is_not_deferred() -> None:
+    """Test that a name does not hide that another value of the state may change the tensor."""
+    average = torch.rand(8)
+    flat = flatten({"average": average, "view": average[:2], "other": torch.rand(1), "array": np.zeros(1)})
+    ownership = OptimizerOwnership(("average", "other", "array"))
+    found = dict(zip(flat.columns.names, ownership.deferred_rows(flat, []), strict=True))
+    assert found == {"average": False, "view": False, "other": True, "array": False}
+
+
+def test_pattern_without_a_match_is_reported_once() -> None:
+    """Test that a wrong name is not ignored in silence."""
+    ownership = OptimizerOwnership(("averages.*", "average"))
+    with pytest.warns(CaptureWarning, match=r"averages\.\* matches no tensor"):
+        ownership.deferred_rows(flatten({"average": torch.rand(1)}), [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ownership.deferred_rows(flatten({"average": torch.rand(1), "more": torch.rand(1)}), [])

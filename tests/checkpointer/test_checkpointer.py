@@ -402,6 +402,8 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
         ({"ring_bytes": 1 << 63}, f"ring_bytes {1 << 63}: give an integer from 1 to {1 << 46}, or None"),
         ({"staging_bytes": -1}, "staging_bytes -1: give an integer"),
         ({"ring_folder": 3}, "ring_folder 3: give the path"),
+        ({"deferred": ["average.*"]}, "give a tuple of globs"),
+        ({"deferred": (1,)}, "give a tuple of globs"),
     ],
     ids=str,
 )

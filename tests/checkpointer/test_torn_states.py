@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
@@ -263,6 +265,33 @@ def test_change_before_step_is_included(store: Store, config: CaptureConfig) -> 
     loaded = store.load(4)
     assert isinstance(loaded, dict)
     assert loaded["model"]["weight"].abs().max() <= 0.01
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_tensors_outside_optimizers_are_deferred_by_name(store: Store, config: CaptureConfig, is_late: bool) -> None:
+    """Test averaged weights that are updated before ``step()``, and after it, which is detected and discarded."""
+    model, _, loop = linear_loop()
+    average = AveragedModel(model)
+    state, expected = loop.state | {"average": average}, {}
+    errors: list[LostCheckpointError] = []
+    config = dataclasses.replace(config, deferred=("average.*",))
+    with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        for step in range(4):
+            loop.iterate(step)
+            if not is_late:
+                average.update_parameters(model)
+            checkpointer.step(step)
+            expected[step] = copy_of(state)
+            if is_late:
+                average.update_parameters(model)
+            try:
+                checkpointer.wait()
+            except LostCheckpointError as error:
+                errors.append(error)
+                del expected[step]
+    # From the second capture on, the changing tensors are copied in step().
+    assert [str(error.__cause__)[:22] for error in errors] == ["tensor average.module."] * is_late
+    assert_stored(store, expected)
 
 
 def _train_with(

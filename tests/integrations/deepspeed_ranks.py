@@ -161,10 +161,10 @@ def whole(folder: Path) -> dict[str, object]:
             if step in (COMPARED, STEPS):
                 digests[step] = app.digest()
         app.checkpointer.close()
-        leaves = [leaf for leaf in flatten(app.state).leaves if leaf.nbytes]
-        rows = OptimizerOwnership().deferred_rows(leaves, [], [app.part])
-        deferred = [leaf.name for leaf, is_deferred in zip(leaves, rows, strict=True) if is_deferred]
-        eager = [leaf.name for leaf in leaves if leaf.name not in deferred]
+        flat = flatten(app.state)
+        rows = OptimizerOwnership().deferred_rows(flat, [], [app.part])
+        deferred = [leaf.name for leaf, is_deferred in zip(flat.leaves, rows, strict=True) if is_deferred]
+        eager = [leaf.name for leaf in flat.leaves if leaf.nbytes and leaf.name not in deferred]
         skipped = app.engine.skipped_steps
         reports[name] = {"losses": losses, "digests": digests, "skipped": skipped, "deferred": deferred, "eager": eager}
         app.engine.save_checkpoint(folder / "saved" / name, client_state={"epoch": 3, "files": ["a", "b"]})

@@ -98,7 +98,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", type=float, metavar="GB", help="for `gpu` only: size of the state [default: 14]")
     parser.add_argument("--cells", type=Path, help="for `models` only: keep finished cells here, and continue there")
     parser.add_argument("--from", dest="source", type=Path, help="for `goodput` only: a report of `models`")
-    parser.add_argument("--model", help="for `goodput` only: model of the report [default: the first]")
+    parser.add_argument("--model", help="for `models`: only this model; for `goodput`: model of the report")
     parser.add_argument("--trace", type=Path, help="for `goodput` only: also replay the failures of this file")
     arguments = parser.parse_args(argv)
     if arguments.size is not None and (arguments.workload != "gpu" or arguments.size <= 0):
@@ -107,8 +107,10 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--folder {arguments.folder} is no folder")
     if arguments.cells is not None and arguments.workload != "models":
         parser.error("--cells is for the workload models")
-    if (arguments.source or arguments.model or arguments.trace) and arguments.workload != "goodput":
-        parser.error("--from, --model and --trace are for the workload goodput")
+    if (arguments.source or arguments.trace) and arguments.workload != "goodput":
+        parser.error("--from and --trace are for the workload goodput")
+    if arguments.model is not None and arguments.workload not in ("goodput", "models"):
+        parser.error("--model is for the workloads goodput and models")
     if arguments.workload == "goodput" and arguments.source is None:
         parser.error("goodput needs what `models --json FILE` has measured: --from FILE")
     return arguments

@@ -92,9 +92,18 @@ FULL = Grid(MODELS, "real", {10: 20, 1: 6, 50: 50}, _ALL, kills=2)
 QUICK = Grid(MODELS, "tiny", {10: 20, 1: 10, 50: 50}, _ALL, kills=3)
 
 
-def run(folder: Path | None, *, quick: bool, grid: Grid | None = None, cells: Path | None = None) -> Report:
-    """Measure in a temporary folder inside ``folder``; continue with the finished cells in the file ``cells``."""
+def run(
+    folder: Path | None, *, quick: bool, grid: Grid | None = None, cells: Path | None = None, model: str | None = None
+) -> Report:
+    """Measure in a temporary folder inside ``folder``, all models or one of them.
+
+    Continue with the finished cells in the file ``cells``.
+    """
     grid = _runnable(grid or (QUICK if quick else FULL))
+    if model is not None:
+        if model not in MODELS:
+            raise SystemExit(f"--model {model}: give one of {', '.join(MODELS)}")
+        grid = dataclasses.replace(grid, models=[model])
     finished = _Finished(cells)
     # Fork from a process that has imported all libraries and started no thread, so that no cell imports them again.
     context = multiprocessing.get_context("forkserver")

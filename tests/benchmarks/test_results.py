@@ -89,6 +89,22 @@ def test_wrong_restores_are_named(tmp_path: Path) -> None:
     assert [line for line in wrong.splitlines() if line.startswith("-")] == ["- torch DCP: M (at times)"]
 
 
+def test_other_intervals_have_a_table(tmp_path: Path) -> None:
+    """Test a report of one model in which each scheme was measured at other intervals."""
+    rows = [row("torch.save", "steps lost, M", "steps", [1.0])]
+    for system, every in (("asymcheck +S+O", 1), ("asymcheck +S+O", 10), ("safetensors", 1), ("torch.save", 10)):
+        rows.append(row(system, f"slowdown, M, every {every}", "x", [1.0 + every]))
+    write_json(_report("models", rows, {"x": 1.0}), tmp_path / "models-gpt2.json")
+    results_pages.write_pages(tmp_path)
+    table = (tmp_path / "all.md").read_text().partition("**At other intervals** with M")[2].split("\n\n")[1]
+    assert [line.split(" | ")[:3] for line in table.splitlines()] == [
+        ["| scheme", "slowdown [x], 1", "slowdown [x], 10"],
+        ["|---|---|---|---|---|---|---|"],
+        ["| asymcheck +S+O", "2", "11"],
+        ["| safetensors", "2", "-"],
+    ]
+
+
 def test_missed_targets_are_listed_first(tmp_path: Path) -> None:
     """Test that targets without a measurement are left out."""
     write_json(_report("restore", [], {"restore/limit": 0.9, "other": 1.0}), tmp_path / "restore.json")
@@ -149,8 +165,14 @@ def test_finished_cell_of_models_is_not_measured_again(tmp_path: Path, monkeypat
     assert len(measured) == 3
     assert first.environment["skipped"].startswith("1 of 4 cells")
     measured.clear()
-    second = models.run(tmp_path, quick=True, grid=grid, cells=cells)
+    second = models.run(tmp_path, quick=True, grid=grid, cells=cells, model="GPT-2")
     assert [(cell.scheme, cell.every) for cell in measured] == [("torch.save", 0)]
     assert "skipped" not in second.environment
     assert [one.median for one in second.results] == [1.0, 2.0, 3.0, 1.0]
     assert second.ratios == {"slowdown_every_10": 1.0, "recovery/best_peer": 2.0, "slowdown/best_peer_every_10": 1 / 3}
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    """Test that the message names the models."""
+    with pytest.raises(SystemExit, match=r"--model GPT2: give one of GPT-2, BLOOM"):
+        models.run(tmp_path, quick=True, model="GPT2")

@@ -109,6 +109,12 @@ def _is_source(value: object) -> bool:
     )
 
 
+def small_files(shape: object) -> Mapping[str, RowRef]:
+    """Return the small files of an imported model folder in a state, by name."""
+    source = shape.get(SOURCE) if isinstance(shape, dict) else None
+    return source["files"] if isinstance(source, dict) and _is_source(source) else {}
+
+
 def _is_by_name(value: object, kind: type) -> bool:
     return isinstance(value, dict) and all(type(name) is str and type(item) is kind for name, item in value.items())
 

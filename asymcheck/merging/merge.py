@@ -144,8 +144,11 @@ class _Merge:
         made: dict[int, MergedTensor] = {}
         for number in rows_in(newest.shape):
             row = newest.parts.row(number)
-            inputs = [source.tensor(row) for source in (*sources, *base)]
-            made[number] = MergedTensor(newest.tensors[row.name], inputs, settings, self._weights)
+            own = newest.tensors[row.name]
+            # A configuration or a log may have another length in each source.
+            is_file = number in newest.small_files
+            inputs = [own] if is_file else [source.tensor(row) for source in (*sources, *base)]
+            made[number] = MergedTensor(own, inputs, settings, self._weights)
         self._state = with_tensors(newest.shape, made)
         self._tensors = list(made.values())
 
@@ -241,7 +244,8 @@ class MergedTensor(TensorBytes):
     ) -> None:
         """Merge ``inputs``: the tensors of the sources, and that of the base if there is one.
 
-        The dtype is that of ``newest``, from which tensors that cannot be averaged are copied.
+        The dtype is that of ``newest``, from which tensors that cannot be averaged are copied. These need no other
+        input.
         """
         super().__init__(newest.row.dtype, newest.row.global_shape)
         self.newest, self._inputs, self._settings = newest, inputs, settings

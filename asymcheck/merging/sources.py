@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from asymcheck.convert.part import small_files
 from asymcheck.errors import (
     AsymcheckError,
     CheckpointNotFoundError,
@@ -79,6 +80,8 @@ class Source:
         """First parts of the names of state that is not merged."""
         if isinstance(shape, dict) and isinstance(kept, dict):
             self.left_out = tuple(str(key) for key in shape if key not in kept)
+        self.small_files = {ref.row for ref in small_files(kept).values()}
+        """Numbers of the small files of an imported model folder."""
         self.tensors: dict[str, SourceTensor] = {}
         """Tensors to merge, by each of their names."""
         for number in rows_in(kept):
@@ -155,7 +158,7 @@ class Source:
         return found if master is None else SourceTensor(self, master)
 
     def check_names(self, newest: Source) -> None:
-        """Check that this checkpoint has no tensor that the newest source lacks.
+        """Check that this checkpoint has no tensor, except for small files, that the newest source lacks.
 
         Raises:
             StateMismatchError: it has.
@@ -163,7 +166,8 @@ class Source:
         extra = [
             tensor.row.name
             for tensor in dict.fromkeys(self.tensors.values())
-            if newest.tensors.keys().isdisjoint((tensor.row.name, *tensor.row.aliases))
+            if tensor.number not in self.small_files
+            and newest.tensors.keys().isdisjoint((tensor.row.name, *tensor.row.aliases))
         ]
         if extra:
             raise StateMismatchError(

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import asymcheck
+from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
@@ -30,6 +32,7 @@ from asymcheck.merging.sources import SourceName
 from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.reshard import ShardSet
 from asymcheck.types import Part
+from tests.convert.files import import_checkpoint
 from tests.merging.conftest import CONFIG, STEPS, model_of, state_of
 from tests.zygote import REPOSITORY
 
@@ -180,6 +183,27 @@ def test_partitions_of_many_small_tensors_are_read_once(tmp_path: Path, monkeypa
             store.save({"model": {str(number): torch.randn(300) for number in range(100)}}, step=step)
         asymcheck.merge(store, (1, 2))
     assert len(read) == 2
+
+
+@pytest.mark.parametrize("method", ["mean", "ties"])
+def test_small_files_of_model_folders_are_those_of_the_last(tmp_path: Path, method: str) -> None:
+    """Test files that differ in length, as trainer_state.json does, and files that only one folder has."""
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
+        for step, files in enumerate(({"config.json": "{}", "log.txt": "1"}, {"config.json": '{"a": 1}', "vocab": ""})):
+            folder = tmp_path / f"{step}"
+            folder.mkdir()
+            safetensors.torch.save_file({"w": torch.full((3,), float(step))}, folder / "model.safetensors")
+            for name, text in files.items():
+                (folder / name).write_text(text)
+            import_checkpoint(store, folder, step=step)
+        merged = asymcheck.merge(store, (0, 1), method=method, base=0 if method == "ties" else None)
+        export_checkpoint(store, Output(tmp_path / "out"), run="merged")
+        assert store.verify() == []
+    assert merged.tensors == 3
+    texts = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
+    assert texts == {"config.json": '{"a": 1}', "vocab": ""}
+    weights = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["w"].tolist() == [1.0 if method == "ties" else 0.5] * 3
 
 
 def test_other_stores_runs_and_names_are_sources(store: asymcheck.Store, tmp_path: Path) -> None:

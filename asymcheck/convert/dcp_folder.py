@@ -164,6 +164,8 @@ _STAND_INS: dict[tuple[str, str], Any] = {
                 *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "TensorProperties"),
                 *("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
             ),
+            # Before torch 2.3.
+            "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
             "torch.serialization": ("_get_layout",),
             "pathlib": ("PosixPath", "PurePosixPath"),

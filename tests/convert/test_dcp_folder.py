@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from asymcheck import Store
 from asymcheck.cli.main import commands
@@ -179,6 +180,23 @@ def _other_form(metadata: Metadata) -> None:
 def _compressed(metadata: Metadata) -> None:
     for info in metadata.storage_data.values():
         info.transform_descriptors = ["zstd"]
+
+
+def _of_torch_2_2(metadata: Metadata) -> None:
+    for description in metadata.state_dict_metadata.values():
+        if isinstance(description, TensorStorageMetadata):
+            properties: Any = OldProperties(dtype=description.properties.dtype)
+            description.properties = properties
+
+
+def test_folder_of_an_older_torch_is_converted(folder: Path, store_path: Path) -> None:
+    """Test the class of properties that torch 2.0 to 2.2 wrote, which torch still has."""
+    changed(folder, _of_torch_2_2)
+    assert b"torch.distributed._shard.sharded_tensor.metadata" in (folder / _METADATA).read_bytes()
+    with Store.open(store_path, create=True) as store:
+        import_checkpoint(store, folder)
+        loaded: Any = store.load()
+    assert_same({key: loaded[key] for key in state()}, state())
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asymcheck.convert.part import overlaps
 from asymcheck.convert.restricted_pickle import load_pickle
 from asymcheck.convert.source_file import SourceFile
 from asymcheck.convert.torch_file import read_torch_file
 from asymcheck.errors import ForeignFileError, StructureError, TruncatedError
 from asymcheck.format.registry import DTYPE_BYTES, TREE_DEPTH_MAX
-from asymcheck.format.tree import Key
+from asymcheck.format.tree import Key, join_name
 from asymcheck.restore.state_template import map_leaves
 from asymcheck.state.boxes import Box, Crossing, Region, tile
 from asymcheck.state.dtypes import TORCH_NAMES
@@ -49,8 +50,10 @@ def is_dcp_folder(path: Path) -> bool:
     return False
 
 
-def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
+def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile], parts: Sequence[str] = ()) -> object:
     """Return the nested state in a DCP folder; ``opened`` opens its files.
+
+    With ``parts``, all values outside of the parts with these dotted names are None, and are not read.
 
     Raises:
         ForeignFileError: the folder is damaged, or holds objects other than tensors, containers and plain values.
@@ -58,10 +61,13 @@ def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
     folder = _read_metadata(path / _METADATA)
 
     def read(name: Any) -> object:  # noqa: ANN401 - a leaf of the tree of names
+        place = join_name(folder.paths[name])
+        if parts and not overlaps(place, parts):
+            return None
         if name in folder.tensors:
             return _tensor(name, folder.tensors[name], lambda entry: opened(path / entry.file))
         entry = folder.values[name]
-        return read_torch_file(opened(path / entry.file), entry.offset, entry.length)
+        return read_torch_file(opened(path / entry.file), entry.offset, entry.length, name=place)
 
     # Lists are restored in a tree of names, so that mappings with integer keys inside of values are not changed.
     state: dict[Key, Any] = {}

@@ -123,6 +123,11 @@ def _is_within(part: str, whole: str) -> bool:
     return part == whole or part.startswith(f"{whole}.")
 
 
+def overlaps(name: str, parts: Iterable[str]) -> bool:
+    """Tell whether the value with this dotted name is inside of a part, or contains one."""
+    return any(_is_within(name, part) or _is_within(part, name) for part in parts)
+
+
 def _descend(shape: object, name: str) -> object:
     for key, value in _items(shape):
         key_name = join_name((key,))

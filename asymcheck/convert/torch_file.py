@@ -140,6 +140,7 @@ def read_torch_file(
     *,
     parts: Sequence[str] = (),
     stand_ins: Mapping[str, type] = MappingProxyType({}),
+    name: str = "",
 ) -> object:
     """Return the state in a file of ``torch.save``; its tensors are read during the save.
 
@@ -151,6 +152,7 @@ def read_torch_file(
         length: bytes of the range; by default, up to the end of ``file``.
         parts: dotted names of the parts to return. Other parts may hold objects of any class.
         stand_ins: replacement classes, by the dotted names of classes in the file.
+        name: dotted name of the content in a larger state, of which a user may name other parts.
 
     Raises:
         ForeignFileError: the file is damaged, or it holds objects other than tensors, containers and plain values.
@@ -168,7 +170,7 @@ def read_torch_file(
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
         archive = (Archive if magic == _LOCAL_MAGIC else _LegacyFile)(file.path, source, stand_ins)
-        state = _supported_parts(file.path, archive.state, length, parts)
+        state = _supported_parts(file.path, archive.state, length, parts, name)
         mapped = map_leaves(
             state,
             lambda leaf: _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf,
@@ -180,7 +182,7 @@ def read_torch_file(
     return mapped
 
 
-def _supported_parts(path: Path, state: object, file_bytes: int, parts: Sequence[str]) -> object:
+def _supported_parts(path: Path, state: object, file_bytes: int, parts: Sequence[str], whole: str) -> object:
     """Return the parts of a state, or the whole state, if they hold no objects of unknown classes.
 
     Raises:
@@ -192,15 +194,17 @@ def _supported_parts(path: Path, state: object, file_bytes: int, parts: Sequence
     if not name:
         return kept
     holder, advice = f"the part {listed(parts)}" if parts else "the file", ""
-    if not parts and isinstance(state, dict):
+    if whole:
+        holder, advice = f"the value {whole}", "pass --part to import only other parts, or "
+    elif not parts and isinstance(state, dict):
         supported = [
             (not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(path, value, file_bytes)), key)
             for key, value in state.items()
             if type(key) in (str, int) and not _unknown_class(path, value, file_bytes)
         ]
         supported.sort(key=operator.itemgetter(0))  # Parts with tensors come first.
-        advice = " ".join(f"--part {shlex.quote(join_name((key,)))}" for _, key in supported[:_SUGGESTED])
-    advice = advice and f"pass {advice} to import only parts without such objects, or "
+        named = " ".join(f"--part {shlex.quote(join_name((key,)))}" for _, key in supported[:_SUGGESTED])
+        advice = named and f"pass {named} to import only parts without such objects, or "
     raise ForeignFileError(
         path, f"{holder} holds a pickled object of {name}, which is never executed", f"{advice}{_REMEDY}"
     )

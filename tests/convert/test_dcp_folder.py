@@ -1,5 +1,6 @@
 """Test folders of torch's DCP: imported exactly, and refused if damaged or hostile."""
 
+import argparse
 import io
 import itertools
 import os
@@ -23,7 +24,7 @@ from asymcheck import Store
 from asymcheck.cli.main import commands
 from asymcheck.convert.convert import foreign_state
 from asymcheck.convert.dcp_folder import _METADATA, _Joined, _read_metadata
-from asymcheck.errors import AsymcheckError, ForeignFileError
+from asymcheck.errors import AsymcheckError, ForeignFileError, InvalidInputError
 from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import TensorBytes
 from tests.convert.files import import_checkpoint
@@ -60,6 +61,32 @@ def test_a_folder_is_converted(written: Path, tmp_path: Path) -> None:
         loaded: Any = store.load(7)
     assert_same({key: loaded[key] for key in state()}, state())
     assert "did not convert" not in done.output
+
+
+def test_part_is_imported_beside_an_object_of_a_custom_class(tmp_path: Path) -> None:
+    """Test that the error names the value, and parts without it, also inside of a value that DCP does not flatten."""
+    model, optimizer = {"w": torch.ones(3), "groups": [{"lr": 0.1}, {"lr": torch.ones(1)}]}, {"state": {0: 1}, "n": 2}
+    saved = {"model": model, "args": {"path": [argparse.Namespace(lr=0.1)], "n": 1}}
+    dcp.save({**saved, "optimizer": optimizer}, checkpoint_id=tmp_path / "flat")
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save({"args": saved["args"], "optimizer": optimizer}, checkpoint_id=tmp_path / "deep", planner=planner)
+    problem = (
+        r"the value args\S* holds a pickled object of argparse.Namespace, which is never executed; pass --part to "
+    )
+    for folder in (tmp_path / "flat", tmp_path / "deep"):
+        with pytest.raises(ForeignFileError, match=problem), foreign_state(folder):
+            pass
+    with foreign_state(tmp_path / "flat", parts=["model.groups", "args.n"]) as state:
+        assert isinstance(state, dict)
+        assert (state.keys(), state["model"].keys(), state["args"]) == ({"model", "args"}, {"groups"}, {"n": 1})
+        assert [type(group["lr"]) for group in state["model"]["groups"]] != [type(None)] * 2
+    with foreign_state(tmp_path / "deep", parts=["optimizer.n"]) as state:
+        assert state == {"optimizer": {"n": 2}}
+    with (
+        pytest.raises(InvalidInputError, match="no part 'mod'; it has "),
+        foreign_state(tmp_path / "flat", parts=["mod"]),
+    ):
+        pass
 
 
 def test_other_files_of_a_folder_are_named(folder: Path) -> None:

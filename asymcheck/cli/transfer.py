@@ -407,10 +407,11 @@ def convert(
         check_step(step)
     check_run(run)
     renames = compile_renames(pairs)
+    is_export = is_store(src)  # refuses a URI
     with translated("access", src):
         if not src.exists():
             raise NotFoundError(f"{src} does not exist")
-    if is_store(src):
+    if is_export:
         if is_store(dst):
             raise InvalidInputError(f"{src} and {dst} are both stores; to copy a store, copy its directory")
         if len(parts) > 1 or everything:

@@ -122,6 +122,16 @@ def test_a_suffix_that_is_not_known(call: Call, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "store"]
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_uri_is_no_path(call: Call, tmp_path: Path, *, swapped: bool) -> None:
+    """Test the URI of a remote location, which restore accepts, as source and as target."""
+    (tmp_path / "m.safetensors").write_bytes(raw({}))
+    words = ("s3://bucket/gpt2", tmp_path / "m.safetensors")
+    outcome = call("convert", *(words[::-1] if swapped else words))
+    assert outcome.status == exit_status.USAGE
+    assert "this is a URI, but a local path is required" in outcome.err
+
+
 def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:
     """Test two files, and two stores."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")

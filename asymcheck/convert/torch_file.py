@@ -94,6 +94,11 @@ def _bytes(text: str, _encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
+def _no_bytes() -> bytes:
+    # Protocol 2 writes only empty bytes as a call of the class. With a number, the class would reserve memory.
+    return b""
+
+
 def _parameter(data: torch.Tensor, *_options: object) -> torch.Tensor:
     # A function that returned any argument could return a class, whose attributes the pickle could then change.
     if not isinstance(data, torch.Tensor):
@@ -110,6 +115,7 @@ def _tensor_of_type(
 
 _KNOWN: Mapping[str, Any] = {
     "_codecs.encode": _bytes,
+    "builtins.bytes": _no_bytes,
     "builtins.complex": complex,
     "builtins.set": set,
     "collections.Counter": Counter,

@@ -298,6 +298,7 @@ def test_any_pickle_protocol_is_read(store: Store, tmp_path: Path, protocol: int
     state = {
         "a": torch.randn(10),
         "bytes": b"\x00\xff",
+        "no bytes": b"",
         "set": {1, 2},
         "complex": 1 + 2j,
         "size": torch.Size([1, 2]),

@@ -49,6 +49,9 @@ _FETCH_AGAIN = "fetch or export the folder again"
 # transformers refuses files without this entry.
 _FORMAT = {"format": "pt"}
 _CONFIGURATION = "config.json"
+# Configuration and weights of an adapter, such as a LoRA. peft does not look for model.safetensors.
+_ADAPTER_CONFIGURATION = "adapter_config.json"
+_ADAPTER_NAME: Final = f"adapter_model{SUFFIX}"
 _SHOWN = 4
 
 
@@ -303,7 +306,7 @@ class SafetensorsSink(DraftSink):
         if self._draft.is_dry_run:
             encode_header(self.tensors, metadata)  # checks names and dtypes
             return {}
-        for shard in self._shards(self.tensors):
+        for shard in self._shards(part):
             header, starts = encode_header(shard.tensors, metadata)
             size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
             file = self._draft.file(shard.name, size)
@@ -314,10 +317,12 @@ class SafetensorsSink(DraftSink):
             targets.update(self._write_small_files(part, tensors))
         return targets
 
-    def _shards(self, tensors: Sequence[NewTensor]) -> list[Shard]:
+    def _shards(self, part: Part) -> list[Shard]:
         if self._max_shard_bytes is None:
-            return [Shard("", tuple(tensors))]
-        shards = plan_shards(tensors, self._max_shard_bytes)
+            return [Shard("", tuple(self.tensors))]
+        if self._is_adapter(part):
+            return [Shard(_ADAPTER_NAME, tuple(self.tensors))]
+        shards = plan_shards(self.tensors, self._max_shard_bytes)
         if len(shards) > 1:
             index = encode_index(shards)
             self._draft.file(INDEX_NAME, len(index)).write(0, index)
@@ -325,6 +330,10 @@ class SafetensorsSink(DraftSink):
 
     def _small_file_names(self, part: Part) -> set[str]:
         return {*part.files, *(path.name for path in self._files)}
+
+    def _is_adapter(self, part: Part) -> bool:
+        names = self._small_file_names(part)
+        return _ADAPTER_CONFIGURATION in names and _CONFIGURATION not in names
 
     def _hints(self, part: Part) -> list[str]:
         hints = []
@@ -335,7 +344,8 @@ class SafetensorsSink(DraftSink):
                 f"tensor names in {self._draft.target} begin with {names}, which other programs do not expect; pass "
                 f"--part {suggested} to write only {suggested}, without this prefix"
             )
-        if self._max_shard_bytes is not None and _CONFIGURATION not in self._small_file_names(part):
+        has_configuration = _CONFIGURATION in self._small_file_names(part) or self._is_adapter(part)
+        if self._max_shard_bytes is not None and not has_configuration:
             hints.append(
                 f"{self._draft.target} has no {_CONFIGURATION}, which transformers requires; copy it from another "
                 "model folder with asymcheck restore --files-from FOLDER"

@@ -60,6 +60,19 @@ def test_converted_model_keeps_its_small_files(store: Store, tmp_path: Path, par
     assert set(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")) == {"w"}
 
 
+def test_converted_adapter_keeps_the_name_of_its_weights(store: Store, tmp_path: Path) -> None:
+    """Test the folder of a LoRA, in which peft does not look for ``model.safetensors``."""
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    weights = {"base_model.model.a.lora_A.weight": torch.ones(3), "base_model.model.a.lora_B.weight": torch.zeros(3)}
+    safetensors.torch.save_file(weights, tmp_path / "lora" / "adapter_model.safetensors")
+    import_checkpoint(store, tmp_path / "lora")
+    done = export_checkpoint(store, Output(tmp_path / "out", max_shard_bytes=12))
+    assert done.hints == ()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert_same(safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors"), weights)
+
+
 @pytest.mark.parametrize(
     "source",
     [

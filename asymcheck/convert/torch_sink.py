@@ -62,8 +62,9 @@ class TorchSink(DraftSink):
 
         state = map_leaves(shape, make, attrgetter("content"))
         self._file = file = self._draft.file(size=sum(tensor.nbytes for tensor in self.tensors))
-        with _writing(file), torch.serialization.skip_data():
-            torch.save(state, file.path)
+        # Given a path, torch would write the name of the draft, which differs in each export, into the file.
+        with _writing(file), torch.serialization.skip_data(), file.path.open("r+b") as stream:
+            torch.save(state, stream)
         with translated("read", file.path), zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
             members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
             # torch numbers storages in the order in which it finds them, which is that of `make`.

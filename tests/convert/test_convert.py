@@ -106,6 +106,14 @@ def test_a_whole_state_becomes_a_torch_file(store: Store, tmp_path: Path) -> Non
         assert all(member.CRC for member in archive.infolist() if member.file_size)
 
 
+def test_torch_files_of_one_checkpoint_are_equal(store: Store, tmp_path: Path) -> None:
+    """Test that a checksum of the file identifies the checkpoint."""
+    store.save(_state(), step=1)
+    for name in ("a.pt", "b.pt"):
+        export_checkpoint(store, Output(tmp_path / name))
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
 def test_real_training_state_goes_through_a_torch_file(store: Store, tmp_path: Path) -> None:
     """Test model, optimizer, schedule and random numbers, as in a training loop."""
     model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300))

@@ -422,6 +422,7 @@ class PushLoop:
         """Publish new head records. A rollback creates one, even if no checkpoint follows."""
         heads = self._local.manifests.heads(self._run)
         if heads != self._heads:
+            remote.refuse_lost_location()
             publish_heads(self._local, remote, self._run)
             self._heads = heads
 

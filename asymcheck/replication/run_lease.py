@@ -18,6 +18,7 @@ from asymcheck.storage import process_identity
 from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.storage.remote import RemoteLocation
 from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.storage.remote.tier import lost_location
 
 _BYTES_MAX = 4096
 _POLL_S = 1.0
@@ -163,14 +164,18 @@ class RunLease:
         path = self._folder(files) / layout.lease_name(newest)
         lease = _Lease.decode(files.read_small(path, _BYTES_MAX) if newest else None)
         now = time.monotonic()
-        if lease.token != self._claim.token and (self._own or self._claim.was_held):
+        was_held = bool(self._own) or self._claim.was_held
+        if not newest and not self._has_run(files):
+            if was_held:
+                # A mount point without its file system looks empty. A lease there would be on another drive.
+                raise lost_location(self._location)
+            self._note("unguarded")
+            return
+        if lease.token != self._claim.token and was_held:
             # A lease that was removed by hand is no reason to end a training.
             if newest or now - self._renewed > self._config.lease_s:
                 self._note("lost", lease)
                 return
-        elif not newest and not self._has_run(files):
-            self._note("unguarded")
-            return
         elif newest and not self._may_replace(lease):
             if newest != self._watched:
                 is_alive, self._watched = self._watched > 0, newest

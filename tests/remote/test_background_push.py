@@ -355,6 +355,22 @@ def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: s
     check_location(folder, 1, 2, 3)
 
 
+def test_head_record_is_not_written_to_a_missing_mount(store: Path, folder: str) -> None:
+    """Test a return to an older step without a new checkpoint: the record is pushed once the location is mounted."""
+    top = Path(folder.removeprefix("file://"))
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder))
+        assert loop._round()
+        mounted = top.rename(top.with_name("mounted"))
+        opened.training.begin_generation(opened.checkpoints()[0])
+        assert not loop._round()
+        assert not top.exists()
+        mounted.rename(top)
+        assert loop._round()
+    with Store.open(folder, config=CONFIG) as remote:
+        assert [head.generation for head in remote.training.heads("default")] == [2]
+
+
 def test_a_chosen_checkpoint_that_was_deleted_before_its_push_is_reported(store: Path, folder: str) -> None:
     """Test that the report leaves out checkpoints that were pushed, and those that the location would not keep."""
     with Store.open(store, config=CONFIG) as opened:

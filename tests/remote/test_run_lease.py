@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Push, Ranks, Store, events
-from asymcheck.errors import RunInUseError, UnreachableRemoteWarning
+from asymcheck.errors import RemoteUnreachableError, RunInUseError, UnreachableRemoteWarning
 from asymcheck.format import layout
 from asymcheck.replication import background_push
 from asymcheck.replication.push_loop import PushLoop
@@ -188,8 +188,9 @@ def test_lease_that_another_training_took_over_is_lost(folder: str) -> None:
             assert not _leases(folder)
 
 
-def test_lease_that_was_removed_by_hand_is_published_again(folder: str) -> None:
+def test_lease_that_was_removed_by_hand_is_published_again(pushed: Path, folder: str) -> None:
     """Test that a cleaned location ends no training."""
+    del pushed
     _leave(folder, _ENDED)
     with _holder(folder) as holder:
         holder.wait_for("held")
@@ -199,6 +200,25 @@ def test_lease_that_was_removed_by_hand_is_published_again(folder: str) -> None:
         holder.lease._advance()
         assert _leases(folder)
         assert holder.phases == ["held"]
+
+
+@pytest.mark.parametrize("was_held", [False, True], ids=["same push process", "next push process"])
+def test_missing_mount_takes_no_lease_away(pushed: Path, folder: str, *, was_held: bool) -> None:
+    """Test a file system that is unmounted for longer than the lease time: nothing is written to its mount point."""
+    del pushed
+    top = Path(folder.removeprefix("file://"))
+    with _holder(folder, was_held=was_held) as holder:
+        holder.wait_for("held")
+        mounted = top.rename(top.with_name("mounted"))
+        for _ in range(2):
+            with pytest.raises(RemoteUnreachableError, match=r"unmounted\? Mount it again"):
+                holder.lease._advance()
+            holder.lease._renewed -= 2 * _LONG_S
+        assert not top.exists()
+        mounted.rename(top)
+        holder.lease._advance()
+        assert holder.phases == ["held"]
+        assert _leases(folder)
 
 
 def test_next_push_process_goes_on_with_the_lease(folder: str) -> None:

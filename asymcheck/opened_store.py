@@ -8,7 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from asymcheck.commit.encoder import Encoder
-from asymcheck.errors import CatalogError, InvalidInputError, ReadOnlyStoreError, RemoteCopyWarning, warn_user
+from asymcheck.errors import (
+    CatalogError,
+    InvalidInputError,
+    ReadOnlyStoreError,
+    RemoteCopyWarning,
+    StoreNotFoundError,
+    warn_user,
+)
 from asymcheck.format import layout
 from asymcheck.fsck.rebuild_catalog import Rebuilt, rebuild, reconcile
 from asymcheck.inspect.history import describe_loaded
@@ -16,6 +23,7 @@ from asymcheck.storage.fallback_tier import FallbackTier, OverlayTier, RemoteFal
 from asymcheck.storage.interfaces import ReadTier, StoreTier
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.storage.remote import RemoteLocation, RemoteTier
+from asymcheck.storage.remote.tier import lost_location
 from asymcheck.storage.shm.ring_reader import RingPack
 from asymcheck.types import Restored, Usage
 from asymcheck.validation import check_glob, check_which
@@ -33,12 +41,21 @@ class OpenedStore:
         """Wrap an opened tier. Missing or damaged data is read from the remote location ``behind`` it."""
         self.tier = tier
         """Tier of the store: a local drive or a remote location."""
-        self.remote = None if behind is None else RemoteFallback(str(behind), lambda: RemoteTier(behind, tier.config))
+        self.remote = None if behind is None else RemoteFallback(str(behind), partial(self._connect, behind))
         """Remote location to which the store is pushed, if any."""
         self.encoder = Encoder(tier.config.compression, "nvme")
         """Encoder of saves."""
         self.in_memory: list[RingPack] = []
         """Packs in memory that a killed process left, while they are being committed."""
+
+    def _connect(self, location: RemoteLocation) -> RemoteTier:
+        try:
+            return RemoteTier(location, self.tier.config)
+        except StoreNotFoundError as error:
+            # A mount point without its file system looks empty.
+            if error.is_empty and self.nvme.was_pushed_to(str(location)):
+                raise lost_location(location) from error
+            raise
 
     @property
     def nvme(self) -> NvmeTier:

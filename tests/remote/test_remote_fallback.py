@@ -51,6 +51,27 @@ def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp
         opened.load()
 
 
+def test_a_location_of_earlier_pushes_is_not_taken_for_empty(pushed: Path, folder: str) -> None:
+    """Test a missing mount: local data is read with a warning, and no older checkpoint if the newest is damaged."""
+    top = Path(folder.removeprefix("file://"))
+    mounted = top.rename(top.with_name("mounted"))
+    with (
+        Store.open(pushed, config=CONFIG, remote=folder) as opened,
+        pytest.warns(UnreachableRemoteWarning, match=r"unmounted\? Mount it again"),
+    ):
+        check_state(opened.load(), 2)
+    max((pushed / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns).unlink()
+    with (
+        Store.open(pushed, config=CONFIG, remote=folder) as opened,
+        pytest.warns(UnreachableRemoteWarning),
+        pytest.raises(RemoteUnreachableError, match=r"unmounted\? Mount it again"),
+    ):
+        opened.load()
+    mounted.rename(top)
+    with Store.open(pushed, config=CONFIG, remote=folder) as opened, pytest.warns(RemoteCopyWarning):
+        check_state(opened.load(), 2)
+
+
 def test_a_location_where_nothing_was_pushed_yet(store: Path, folder: str) -> None:
     """Test a location without checkpoints, which is not an error."""
     with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:

@@ -253,6 +253,9 @@ class PushLoop:
                 else:
                     tried.add(checkpoint.save_id)
                     failed |= not self._try(self._remote, checkpoint)
+                    # While saves are faster than pushes, this round does not end.
+                    self._failure = self._failure if failed else None
+                    self._parts.refresh(self._remote)
             if self._remote is not None and not self.is_ending:
                 self._push_heads(self._remote)
                 self._parts.refresh(self._remote)

@@ -21,7 +21,7 @@ import asymcheck.replication.push_loop as push_loop_module
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, StorageError
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, RemoteUnreachableError, StorageError
 from asymcheck.executor import begin
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
@@ -140,6 +140,31 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
     # Another machine that still has the newer part may push it again.
     with Store.open(stores[0], config=CONFIG, create=True) as store:
         assert len(store.push(location, 0).committed) == 1
+
+
+def test_progress_is_reported_while_checkpoints_wait(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that an outage counts as over, and a step as complete, although the backlog never becomes empty."""
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[1], config=CONFIG) as store:
+        store.push(location, everything=True)
+    seen: list[tuple[int | None, str]] = []
+    push = push_loop_module.push
+
+    def watched(*arguments: object) -> object:
+        seen.append((loop.status().statistics.newest_step, loop.status().statistics.problem))
+        if len(seen) == 1:
+            raise RemoteUnreachableError("no answer")
+        return push(*arguments)  # type: ignore[arg-type]  # as they came
+
+    monkeypatch.setattr(push_loop_module, "push", watched)
+    with Store.open(stores[0], config=CONFIG) as store:
+        loop = store.training.push_loop(Push(location))
+        assert not loop._round()
+        assert loop._round()
+    outage = "RemoteUnreachableError: no answer"
+    assert seen == [(None, ""), (None, outage), (2, ""), (2, "")]
 
 
 def test_steps_that_were_not_pushed_do_not_ask_for_the_given_location(stores: list[Path], tmp_path: Path) -> None:

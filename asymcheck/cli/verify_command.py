@@ -92,8 +92,8 @@ def verify(
         raise click.UsageError("--shards requires --on ray; without it, give --shard I/N")
     if repair and is_uri(store):
         raise click.UsageError(
-            "--repair works on a local store only. At a remote location, delete the damaged checkpoint "
-            "('asymcheck delete') and push it again from a store that has it"
+            "--repair works on a local store only. At a remote location, delete the packs in which --deep finds "
+            "damage. Then run 'asymcheck push STORE LOCATION --all' with a store that has their checkpoints"
         )
     if remote is not None and not repair:
         raise click.UsageError("--remote requires --repair; to check a remote location, pass it as STORE")

@@ -101,7 +101,7 @@ def test_local_commands_refuse_a_location(location: str, call: Callable[..., Out
     pruned = call("gc", location, "--keep-last", "1")
     assert (pruned.status, "Push(keep=...)" in pruned.err) == (exit_status.USAGE, True)
     repaired = call("verify", location, "--repair")
-    assert (repaired.status, "push it again" in " ".join(repaired.err.split())) == (exit_status.USAGE, True)
+    assert (repaired.status, "push STORE LOCATION --all" in " ".join(repaired.err.split())) == (exit_status.USAGE, True)
 
 
 def test_contradictory_options(store: Path, location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:

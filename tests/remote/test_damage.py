@@ -202,6 +202,21 @@ def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[by
     check_location(location, 1, 2)
 
 
+def test_push_after_the_removal_of_a_damaged_pack_sends_its_data_again(damaged: Damaged, store: Path) -> None:
+    """Test a flipped bit: a push of the deleted checkpoint relies on the pack, because its index is intact."""
+    location = damaged(flipped)
+    with Store.open(location, config=CONFIG) as remote:
+        names = {one.where.partition(" ")[0] for one in remote.verify() if one.kind == "damaged-frame"}
+        remote.delete(2)
+    with Store.open(store, config=CONFIG) as opened:
+        assert opened.push(location, everything=True).moved_partitions == 0
+        files = RemoteFiles(parse_location(location), REMOTE)
+        for name in names:
+            files.delete(PurePosixPath(files.location.path) / name)
+        assert opened.push(location, everything=True).moved_partitions > 0
+    check_location(location, 1, 2)
+
+
 @pytest.mark.slow(quick=["file-cut"], long=["hdfs-*"])
 @pytest.mark.parametrize("change", [cut, empty])
 def test_another_push_brings_back_a_manifest(any_location: str, store: Path, change: Callable[[bytes], bytes]) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
-from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, RemoteUnreachableError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.gc.collect import Collected
@@ -201,22 +201,33 @@ class RemotePruner:
         Incomplete checkpoints older than the newest complete one are deleted, too, after their grace period.
 
         Raises:
-            RemoteUnreachableError, StorageError: the location failed.
+            RemoteUnreachableError: the location does not answer.
+            StorageError: the location refused to delete a checkpoint. The others were deleted.
         """
         checkpoints = self._known.refresh()
         verdicts = choose_kept(self._retention, checkpoints, now_ns, self._known.unread)
         if not all(verdict.stays for verdict in verdicts):
             held = {**self._known.unread, **newest_consistent(self._remote, checkpoints, self._known.listing)}
             verdicts = choose_kept(self._retention, checkpoints, now_ns, held)
-        deleted = [verdict.checkpoint for verdict in verdicts if not verdict.stays]
-        for checkpoint in deleted:
-            self._remote.manifests.remove(self._run, checkpoint.ref)
+        deleted: list[Checkpoint] = []
+        refused: StorageError | None = None
+        for checkpoint in [verdict.checkpoint for verdict in verdicts if not verdict.stays]:
+            try:
+                self._remote.manifests.remove(self._run, checkpoint.ref)
+                deleted.append(checkpoint)
+            except RemoteUnreachableError:
+                raise
+            except StorageError as error:
+                # Perhaps another user has pushed it. All newer ones would stay for ever.
+                refused = refused or error
         self._has_garbage |= self._remove_unfinished(verdicts, now_ns) or bool(deleted)
         now = time.monotonic()
         if self._has_garbage and (self._collected_at is None or now - self._collected_at >= self._collect_s):
             # A failed collection is as expensive, so the next one waits as long.
             self._collected_at = now
             self._collect(found_more=bool(deleted))
+        if refused is not None:
+            raise refused
         return deleted
 
     def _remove_unfinished(self, verdicts: Sequence[Verdict], now_ns: int) -> bool:

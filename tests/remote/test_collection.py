@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Store, events
-from asymcheck.errors import InconsistentCheckpointError
+from asymcheck import Retention, Store, events
+from asymcheck.errors import InconsistentCheckpointError, ReadOnlyStoreError
 from asymcheck.format import layout
 from asymcheck.gc.collect import Collected
+from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, PackId, SaveId
-from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of
+from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of, save_steps
 
 DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
 _FRAMES = 4096
@@ -215,3 +218,27 @@ def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest
         assert remote.gc() == Collected(kept_packs=len(packs_of(folder)) - 1)
         assert [one.kind for one in remote.verify()] == ["no-checkpoint"]
     assert temporary.exists()
+
+
+def test_checkpoint_that_may_not_be_deleted_blocks_no_other(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test an old checkpoint that another user has pushed: newer ones are deleted, and their packs are freed."""
+    save_steps(store, 3, 4)
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+    age(folder)
+    count, remove = len(packs_of(folder)), RemoteManifests.remove
+
+    def refuse(manifests: RemoteManifests, run: str, ref: CheckpointRef) -> None:
+        if ref.step == 1:
+            raise ReadOnlyStoreError("remove: permission denied")
+        remove(manifests, run, ref)
+
+    monkeypatch.setattr(RemoteManifests, "remove", refuse)
+    with contextlib.closing(RemoteTier(parse_location(folder), CONFIG)) as remote:
+        with pytest.raises(ReadOnlyStoreError, match="permission denied"):
+            RemotePruner(remote, "default", Retention(keep_last=1)).prune(time.time_ns())
+        assert [ref.step for ref in remote.manifests.refs("default")] == [1, 4]
+    assert len(packs_of(folder)) < count
+    check_location(folder, 1, 4)

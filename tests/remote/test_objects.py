@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import threading
+import time
 import traceback
 import urllib.request
 import uuid
@@ -21,6 +22,7 @@ from pyarrow.fs import S3FileSystem
 
 from asymcheck import Checkpointer, Push, Store
 from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, RemoteUnreachableError, StorageError
+from asymcheck.storage.remote import remote_files
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.object_stores import _ObstoreClient
 from asymcheck.storage.remote.remote_files import RemoteFiles
@@ -308,6 +310,24 @@ def test_a_push_that_is_refused_half_way_continues_later(
     check_location(location, 1)
     push(store, location)
     check_location(location, 1, 2)
+
+
+def test_a_large_object_may_take_longer_than_other_requests(
+    objects: LocalObjects, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the time-out of the client does not end an upload before its deadline."""
+    location = f"s3://{BUCKET}/tests/{uuid.uuid4().hex}"
+    monkeypatch.setattr(remote_files, "_SLOW_BYTES_PER_S", 4096.0)
+
+    def wait(method: str, path: str, _headers: dict[str, str]) -> None:
+        if method == "PUT" and "/packs/" in unquote(path):
+            time.sleep(2.0)
+
+    with Proxy(objects.endpoint, wait) as proxy:
+        use(monkeypatch, proxy.endpoint)
+        with Store.open(store, config=config(attempts=1, deadline_s=1.0)) as opened:
+            opened.push(location, 1)
+        check_location(location, 1)
 
 
 def test_a_slow_link_is_given_up_and_tried_again(

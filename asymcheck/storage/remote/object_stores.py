@@ -21,6 +21,8 @@ _STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _GCS_EMULATOR = "STORAGE_EMULATOR_HOST"
 """Environment variable of Google's clients with the URL of a server that needs no credentials."""
+_PUT_S = timedelta(minutes=1)
+"""Time that a put of a pack may take beyond the deadline. The caller ends all other requests at their deadline."""
 _NO_BUCKET = ("NoSuchBucket", "InvalidBucketName", "ContainerNotFound", "bucket does not exist")
 _REASON = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 _QUERY = re.compile(r"(https?://[^\s?\"']*)\?[^\s\"',)]*")
@@ -170,7 +172,7 @@ def connect(location: RemoteLocation, options: Mapping[str, str], deadline_s: fl
             client_options={
                 "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
                 "connect_timeout": min(seconds, timedelta(seconds=5)),
-                "timeout": seconds,
+                "timeout": seconds + _PUT_S,
             },
             retry_config={"max_retries": 10, "retry_timeout": min(seconds / 2, timedelta(minutes=3))},
         )

@@ -93,6 +93,9 @@ class UnsupportedValueError(InvalidInputError, kind="unsupported-value"):
 class StateMismatchError(InvalidInputError, kind="state-mismatch"):
     """The given state does not fit; raised before anything is overwritten, unless its tensors share memory."""
 
+    lacks_parts: bool = False
+    """Whether the checkpoint lacks entries or parts of tensors, which other ranks may have saved."""
+
 
 class ForeignFileError(InvalidInputError, kind="foreign-file"):
     """A file or folder of another program (safetensors, Hugging Face, torch) breaks a rule of its format.

@@ -136,7 +136,9 @@ class InPlaceFill:
             what = f"{name} lacks parts of tensors" if fits else f"the given state does not fit {name}"
             advice = "Build the objects as they were saved, choose another run, or load what fits: load(tensors=…)"
             advice = "" if fits else f". {advice}"
-            raise StateMismatchError(f"{what}; nothing was overwritten{advice}:\n  {shown}{more}")
+            error = StateMismatchError(f"{what}; nothing was overwritten{advice}:\n  {shown}{more}")
+            error.lacks_parts = bool(parts.gaps) or any(": is not in " in problem for problem in self._problems)
+            raise error
 
     @property
     def demands(self) -> list[Demand]:

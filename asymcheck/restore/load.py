@@ -21,6 +21,7 @@ from asymcheck.errors import (
     RefusedStateError,
     StateDifferenceWarning,
     StateMismatchError,
+    StorageError,
     UnsupportedFormatError,
     listed,
     warn_user,
@@ -262,28 +263,42 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest,
     All ranks of a job have to do so with the same checkpoint. With ``ranks``, only their shards are read.
 
     Raises:
-        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError, StorageError: this store
-            lacks data of the rank.
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: this store lacks data of
+            the rank.
         StateMismatchError: the state does not fit; nothing was overwritten.
+        StorageError: a tensor cannot be allocated, or a thread cannot be started.
         PartialRestoreError: damage was found after some tensors were overwritten.
         RefusedStateError: an object refused its state.
     """
-    listing = tier.manifests.listing(run, ref).of_ranks(ranks)
-    if not listing.world_size:
-        raise InconsistentCheckpointError(f"{tier.root}: nothing of {ref} is here")
-    present = [name.rank for name in listing.manifests]
-    own = (wanted.rank or 0) % listing.world_size
-    if own not in present or len(present) != len(set(present)):
-        raise InconsistentCheckpointError(f"{tier.root}: what rank {own} saved at {ref} is not here")
-    resolved = resolve_manifests(tier, listing, tier.manifests.read_all(listing))
+    listing, resolved = _resolved_part(tier, run, ref, wanted.rank or 0, ranks)
     with resolved.sources:
         try:
             state = _load_one(wanted, resolved)
         except StateMismatchError as error:
-            if listing.is_whole:
+            # Another checkpoint might fit by chance, and training would continue from it in silence.
+            if listing.is_whole or not error.lacks_parts:
                 raise
             raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
     return Loaded(state, run, ref, resolved.manifests)
+
+
+def _resolved_part(
+    tier: ReadTier, run: str, ref: CheckpointRef, rank: int, ranks: Spans | None
+) -> tuple[CheckpointFiles, Resolved]:
+    """Open the packs of the shards for :func:`load_part`. A drive that cannot be read lacks them."""
+    try:
+        listing = tier.manifests.listing(run, ref).of_ranks(ranks)
+        if not listing.world_size:
+            raise InconsistentCheckpointError(f"{tier.root}: nothing of {ref} is here")
+        present = [name.rank for name in listing.manifests]
+        own = rank % listing.world_size
+        if own not in present or len(present) != len(set(present)):
+            raise InconsistentCheckpointError(f"{tier.root}: what rank {own} saved at {ref} is not here")
+        return listing, resolve_manifests(tier, listing, tier.manifests.read_all(listing))
+    except (LockTimeoutError, *INCONCLUSIVE):
+        raise
+    except StorageError as error:
+        raise InconsistentCheckpointError(str(error)) from error
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:

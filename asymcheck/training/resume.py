@@ -19,13 +19,11 @@ from asymcheck.distributed import Ranks, Session
 from asymcheck.distributed.coordinator import reason_of
 from asymcheck.distributed.rendezvous import RankLocation
 from asymcheck.errors import (
-    INCONCLUSIVE,
     AsymcheckError,
     CheckpointNotFoundError,
     FormatError,
     HeadRecordError,
     InconsistentCheckpointError,
-    LockTimeoutError,
     LostCheckpointError,
     RankFailedError,
     RanksError,
@@ -367,10 +365,7 @@ class ResumeCoordinator:
                 checkpoint = read()
             except AsymcheckError as error:
                 failure = error
-        # An object that refuses its state would refuse that of an older checkpoint, too.
-        is_refused = isinstance(failure, (RefusedStateError, UnsupportedFormatError))
-        is_damage = isinstance(failure, (RecoveryError, FormatError)) and not is_refused
-        mine = {"failed": None if failure is None else reason_of(failure), "is_damage": is_damage}
+        mine = {"failed": None if failure is None else reason_of(failure), "is_damage": _is_damage(failure)}
 
         def decide(outcomes: list[Any]) -> object:
             failed = [f"rank {rank}: {it['failed']}" for rank, it in enumerate(outcomes) if it["failed"] is not None]
@@ -448,6 +443,13 @@ class ResumeCoordinator:
         return returned
 
 
+def _is_damage(failure: AsymcheckError | None) -> bool:
+    """Tell whether an older checkpoint may be restored after a failure."""
+    # An object that refuses its state would refuse that of an older checkpoint, too.
+    is_refused = isinstance(failure, (RefusedStateError, UnsupportedFormatError))
+    return isinstance(failure, (RecoveryError, FormatError)) and not is_refused
+
+
 def _restored_part(
     store: Store, run: str, ref: CheckpointRef, wanted: LoadRequest, store_ranks: Spans | None
 ) -> Checkpoint:
@@ -466,10 +468,10 @@ def _restored_part(
         for tier, ranks in attempts:
             try:
                 loaded = load_part(opened.with_memory(tier), run, ref, wanted, ranks)
-            except (UnsupportedFormatError, RefusedStateError, LockTimeoutError, *INCONCLUSIVE) as error:
-                error.overwritten = error.overwritten or overwritten
-                raise
-            except (FormatError, RecoveryError, StorageError) as error:
+            except AsymcheckError as error:
+                if not _is_damage(error):
+                    error.overwritten = error.overwritten or overwritten
+                    raise
                 problems.append(str(error))
                 overwritten = error.overwritten or overwritten
                 continue

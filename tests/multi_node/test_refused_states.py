@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 import torch.distributed as dist
 
 from asymcheck import Checkpointer, Push, Ranks, Store
+from asymcheck.commit.save_request import new_save_id
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import AsymcheckError, RankFailedError, RefusedStateError
+from asymcheck.errors import AsymcheckError, RankFailedError, RefusedStateError, StateMismatchError, StorageError
+from asymcheck.format.manifest import TensorRow
+from asymcheck.restore import assemble
+from asymcheck.types import Part
 from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
 
@@ -70,3 +75,56 @@ def test_a_state_that_an_object_refuses_is_no_damage(tmp_path: Path, stores: int
     expected = [RefusedStateError if rank in refusing else RankFailedError for rank in range(2)]
     assert [type(error) for error in errors] == expected
     assert all("CUDA out of memory" in str(error) for error in errors)
+
+
+def _restored(folder: Path, saved: dict[int, dict[str, object]], given: dict[str, object]) -> list[object]:
+    """Save steps on two machines, restore them into a state, and return the results or errors of both ranks."""
+    for step, state in saved.items():
+        save_id = new_save_id().hex()
+        for rank in range(2):
+            with Store.open(folder / f"machine-{rank}", config=CONFIG, create=True) as store:
+                store.save(state, step=step, part=Part(rank, 2, save_id))
+    keys = dist.HashStore()
+
+    def work(rank: int) -> object:
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{rank}")
+        capture = CaptureConfig(ring_folder=str(folder))
+        with (
+            Store.open(folder / f"machine-{rank}", config=CONFIG) as store,
+            Checkpointer(store, copy.deepcopy(given), capture=capture, ranks=ranks, every=1) as checkpointer,
+        ):
+            try:
+                return checkpointer.restore()
+            except AsymcheckError as error:
+                return error
+
+    return each(2, work)
+
+
+@pytest.mark.parametrize(
+    "newest",
+    [
+        {"w": torch.ones(4000)},
+        {"w": torch.ones(3000, dtype=torch.float64)},
+        {"w": [torch.ones(3000)]},
+    ],
+    ids=["shape", "dtype", "kind"],
+)
+def test_a_state_that_fits_an_older_checkpoint_only_is_no_damage(tmp_path: Path, newest: dict[str, object]) -> None:
+    """Test a wrong configuration: no other rank can have saved what is missing, so no older step is restored."""
+    saved: dict[int, dict[str, object]] = {1: {"w": torch.ones(3000)}, 2: newest}
+    errors = _restored(tmp_path, saved, {"w": torch.zeros(3000)})
+    assert [type(error) for error in errors] == [StateMismatchError] * 2
+
+
+def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a tensor that cannot be allocated, which the older checkpoint does not have."""
+
+    def refuse(row: TensorRow, *_more: object) -> torch.Tensor:
+        raise StorageError(f"tensor {row.name} cannot be allocated on cpu")
+
+    monkeypatch.setattr(assemble, "allocate", refuse)
+    saved: dict[int, dict[str, object]] = {1: {"w": torch.ones(3000), "average": None}}
+    saved[2] = {"w": torch.ones(3000), "average": torch.ones(3000)}
+    errors = _restored(tmp_path, saved, {"w": torch.zeros(3000), "average": None})
+    assert [type(error) for error in errors] == [StorageError] * 2

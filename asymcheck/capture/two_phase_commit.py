@@ -273,7 +273,13 @@ class TwoPhaseCommit:
             self._take_from_others(capture, writes, is_unassigned=is_unassigned)
             elsewhere = self._replicas.elsewhere(capture)
             ref = capture.transaction.commit_capture(capture.manifest, lambda: place, elsewhere, metrics)
-            self._all_committed(capture, at)
+            try:
+                self._all_committed(capture, at)
+            except RankFailedError:
+                # A rank has no manifest, and every rank learns that. The others would occupy the drive for nothing, and
+                # the retention of a store would count them instead of checkpoints that all ranks can restore.
+                capture.transaction.revoke()
+                raise
             capture.ref = ref
         except (RankFailedError, RanksMissingError):
             # All ranks know.

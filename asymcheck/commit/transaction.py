@@ -45,6 +45,7 @@ class CommitTransaction(contextlib.AbstractContextManager["CommitTransaction"]):
         self._tier, self._catalog, self._encoder = tier, catalog, encoder
         self._rank, self._pin = rank, pin_key(save_id, rank)
         self._published: tuple[str, CheckpointRef] | None = None
+        self._entry: bytes | None = None
         self._is_committed = False
         hold(self._pin)
 
@@ -194,12 +195,17 @@ class CommitTransaction(contextlib.AbstractContextManager["CommitTransaction"]):
         if not (keep_existing and self._tier.manifests.listing(run, ref).has(self._rank)):
             self._published = run, ref
         name = self._tier.manifests.publish(run, ref, self._rank, world_size, data)
+        self._entry = manifest_key(run, ref, name)
         with self._catalog.write() as transaction:
-            transaction.put_manifest(manifest_key(run, ref, name), len(data))
+            transaction.put_manifest(self._entry, len(data))
             transaction.delete("pins", self._pin)
         emit("catalog.committed", str(ref))
         self._is_committed = True
         self._release()
+
+    def revoke(self) -> None:
+        """Let :meth:`abort` remove a committed manifest of a checkpoint that will never be complete."""
+        self._is_committed = False
 
     def abort(self) -> None:
         """Remove the manifest of a failed save, and leave its packs to garbage collection.
@@ -216,6 +222,8 @@ class CommitTransaction(contextlib.AbstractContextManager["CommitTransaction"]):
             # The packs of a manifest that cannot be removed stay.
             if self._published is None or not self._tier.manifests.listing(*self._published).has(self._rank):
                 transaction.delete("pins", self._pin)
+                if self._entry is not None:
+                    transaction.delete("manifests", self._entry)
         self._release()
 
     def _release(self) -> None:

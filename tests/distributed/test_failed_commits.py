@@ -1,0 +1,66 @@
+"""Test commits that one rank cannot complete because its drive is full: no rank keeps data of the lost checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asymcheck import Checkpointer, Ranks, Retention, Store
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import LostCheckpointError, OutOfSpaceError
+from asymcheck.storage.nvme import ManifestFiles
+from tests.distributed.launched import CONFIG
+from tests.distributed.test_coordinator import each
+
+
+def _lose_a_step(folder: Path, stores: int) -> None:
+    """Save step 0, and step 1, which rank 1 cannot store."""
+    keys = dist.HashStore()
+
+    def work(rank: int) -> None:
+        machine = rank % stores
+        memory = folder / f"memory-{rank}"
+        memory.mkdir()
+        capture, keep = CaptureConfig(ring_folder=str(memory)), Retention(keep_last=1)
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{machine}")
+        state: dict[str, object] = {f"own-{rank}": torch.full((3000,), rank + 1.0)}
+        with (
+            Store.open(folder / f"machine-{machine}", config=CONFIG, create=True) as store,
+            Checkpointer(store, state, capture=capture, keep=keep, ranks=ranks, every=1) as checkpointer,
+        ):
+            checkpointer.save(0)
+            state[f"own-{rank}"] = torch.full((3000,), rank + 9.0)
+            with pytest.raises(LostCheckpointError, match="no space"):
+                checkpointer.save(1)
+
+    each(2, work)
+
+
+@pytest.mark.parametrize("stores", [1, 2])
+def test_no_rank_keeps_its_manifest_if_one_cannot_publish_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: int
+) -> None:
+    """Test that incomplete checkpoints do not fill the drive, and that no machine counts them in its retention."""
+    publish, is_published = ManifestFiles.publish, threading.Event()
+
+    def refuse(files: ManifestFiles, run: str, ref: Any, rank: int, *more: Any) -> object:  # noqa: ANN401 - passed on
+        if (rank, ref.step) == (1, 1):
+            assert is_published.wait(60)
+            raise OutOfSpaceError("no space for a manifest")
+        published = publish(files, run, ref, rank, *more)
+        if ref.step == 1:
+            is_published.set()
+        return published
+
+    monkeypatch.setattr(ManifestFiles, "publish", refuse)
+    _lose_a_step(tmp_path, stores)
+    for machine in range(stores):
+        with Store.open(tmp_path / f"machine-{machine}", config=CONFIG) as store:
+            assert [(one.step, one.complete) for one in store.checkpoints()] == [(0, True)]
+            assert store.verify() == []
+            store.gc()

@@ -16,7 +16,7 @@ from asymcheck.commit.encoder import Base, Encoder, original_of
 from asymcheck.commit.manifest_builder import ManifestBuilder, manifest_header
 from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.transaction import RingTransaction
-from asymcheck.errors import OutOfSpaceError
+from asymcheck.errors import OutOfSpaceError, RankFailedError
 from asymcheck.events import emit, timed
 from asymcheck.executor import Workers
 from asymcheck.format.digest import digest
@@ -51,7 +51,8 @@ class RingFlusher:
         """Start the threads.
 
         With ``two_phase``, other ranks save with this one. ``on_commit`` is called after each commit on a separate
-        thread, and must not raise. It is also called, with True, after a capture that was lost on a full drive.
+        thread, and must not raise. It is also called, with True, after a capture that was lost on a full drive, or that
+        another rank has lost.
         """
         self._encoder, self._two_phase = encoder, two_phase
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
@@ -173,7 +174,8 @@ class RingFlusher:
         # The capture is finished, so errors of observers are ignored.
         with contextlib.suppress(Exception):
             emit("capture.durable" if capture.error is None else "capture.lost", str(capture.ref), capture.state_bytes)
-        is_full = isinstance(capture.error, OutOfSpaceError)
+        # Another rank may have failed on the full drive, and only the first rank of a store prunes.
+        is_full = isinstance(capture.error, (OutOfSpaceError, RankFailedError))
         if capture.error is None or is_full:
             self._run_after_commit(capture, is_full=is_full)
 

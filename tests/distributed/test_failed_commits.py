@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 import torch.distributed as dist
 
 from asymcheck import Checkpointer, Ranks, Retention, Store
+from asymcheck.commit.transaction import RingTransaction
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError, OutOfSpaceError
 from asymcheck.storage.nvme import ManifestFiles
+from asymcheck.types import PackId
 from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
 
 
-def _lose_a_step(folder: Path, stores: int) -> None:
-    """Save step 0, and step 1, which rank 1 cannot store."""
+def _lose_a_step(folder: Path, stores: int, before: Callable[[Store], object]) -> None:
+    """Save step 0, and step 1, which rank 1 cannot store; rank 0 calls ``before`` between both."""
     keys = dist.HashStore()
 
     def work(rank: int) -> None:
@@ -34,6 +37,8 @@ def _lose_a_step(folder: Path, stores: int) -> None:
             Checkpointer(store, state, capture=capture, keep=keep, ranks=ranks, every=1) as checkpointer,
         ):
             checkpointer.save(0)
+            if rank == 0:
+                before(store)
             state[f"own-{rank}"] = torch.full((3000,), rank + 9.0)
             with pytest.raises(LostCheckpointError, match="no space"):
                 checkpointer.save(1)
@@ -58,9 +63,25 @@ def test_no_rank_keeps_its_manifest_if_one_cannot_publish_its_own(
         return published
 
     monkeypatch.setattr(ManifestFiles, "publish", refuse)
-    _lose_a_step(tmp_path, stores)
+    _lose_a_step(tmp_path, stores, lambda _store: None)
     for machine in range(stores):
         with Store.open(tmp_path / f"machine-{machine}", config=CONFIG) as store:
             assert [(one.step, one.complete) for one in store.checkpoints()] == [(0, True)]
             assert store.verify() == []
             store.gc()
+
+
+def test_packs_are_freed_if_the_drive_is_full_for_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the packs that rank 0, which prunes for all ranks, has written before."""
+    seal = RingTransaction.seal_frames
+
+    def refuse(transaction: RingTransaction) -> None:
+        if transaction._rank == 1 and packs:
+            raise OutOfSpaceError("no space for a pack")
+        seal(transaction)
+
+    packs: list[PackId] = []
+    monkeypatch.setattr(RingTransaction, "seal_frames", refuse)
+    _lose_a_step(tmp_path, 1, lambda store: packs.extend(store.resources.tier.pack_ids()))
+    with Store.open(tmp_path / "machine-0", config=CONFIG) as store:
+        assert store.resources.tier.pack_ids() == packs

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import PurePath
 from typing import TypeVar
 
@@ -162,17 +163,30 @@ def named_checkpoint(tier: ReadTier, run: str, name: str) -> CheckpointFiles:
         SkippedCheckpointWarning: the metrics of a checkpoint are unreadable.
     """
     best = metric_and_sign(name)
-    return _by_save_id(tier, run, name.removeprefix("save:")) if best is None else _best(tier, run, *best)
+    return _by_save_id(tier, run, name.removeprefix("save:")) if best is None else best_checkpoint(tier, run, *best)
 
 
-def _best(tier: ReadTier, run: str, metric: str, sign: int) -> CheckpointFiles:
-    """Return the complete checkpoint on the line with the lowest ``sign`` times a metric; of equal ones, the oldest."""
+def best_checkpoint(
+    tier: ReadTier,
+    run: str,
+    metric: str,
+    sign: int,
+    may_be: Callable[[CheckpointFiles], bool] = attrgetter("is_complete"),
+) -> CheckpointFiles:
+    """Return the checkpoint on the line with the lowest ``sign`` times a metric; of equal ones, the oldest.
+
+    ``may_be`` tells which checkpoints count, by default complete ones.
+
+    Raises:
+        CheckpointNotFoundError: no such checkpoint has the metric.
+        HeadRecordError: the line is unknown.
+    """
     listings = tier.manifests.checkpoints(run)
     line = read_line(tier, run)
     check_generations(listings, line)
     skipped: list[str] = []
-    on_line = [listing for listing in listings if listing.is_complete and listing.ref in line]
-    found = list(_each(on_line, skipped, lambda listing: (listing, metrics_of(read_manifests(tier, listing)))))
+    on_line = [listing for listing in listings if may_be(listing) and listing.ref in line]
+    found = list(_each(on_line, skipped, lambda listing: (listing, metrics_of(tier.manifests.read_all(listing)))))
     for reason in skipped:
         warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
     measured = {listing: metrics[metric] for listing, metrics in found if not math.isnan(metrics.get(metric, math.nan))}

@@ -46,14 +46,14 @@ from asymcheck.inspect.history import describe_loaded
 from asymcheck.policies.push_selection import Push
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.load import LoadRequest, load, load_captured, load_part, noting_overwritten
-from asymcheck.restore.resolve import SkippedCheckpoints, candidates, resolve_each
+from asymcheck.restore.resolve import SkippedCheckpoints, best_checkpoint, candidates, resolve_each
 from asymcheck.state.walk import flatten
 from asymcheck.storage.fallback_tier import FallbackTier
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.process_identity import this_process
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, CheckpointRef, Digest, SaveId
-from asymcheck.validation import check_device
+from asymcheck.validation import check_device, metric_and_sign
 
 _SHOWN = 4
 _WHERE = "head record of another machine"
@@ -241,15 +241,17 @@ class ResumeCoordinator:
     def _parts_here(self, ranks: Sequence[int], step: int | str | None) -> dict[str, bool | None]:
         """Return the names of checkpoints, and for each whether this store or its remote has a part for each rank.
 
-        None instead of False means that the checkpoint was never durable.
+        None instead of False means that the checkpoint was never durable. For ``best:METRIC``, return all checkpoints
+        on the line, because rank 0 chooses among those of which all ranks find their part.
         """
+        which = None if _best_of(step) else step
         with self._store.resources.source() as source, contextlib.suppress(CheckpointNotFoundError):
             return {
                 checkpoint_name(listing.ref): (
                     bool(listing.world_size) and all(listing.has(rank % listing.world_size) for rank in ranks)
                 )
                 or (None if self._is_unfinished(listing.ref) else False)
-                for listing in candidates(source, self._run, step)
+                for listing in candidates(source, self._run, which)
             }
         return {}
 
@@ -279,6 +281,10 @@ class ResumeCoordinator:
             raise CheckpointNotFoundError(f"{which} of run {self._run!r} is in any of the {len(stores)} stores")
         skips, is_any = SkippedCheckpoints(skipped), False
         refs = sorted(set[CheckpointRef]().union(*stores), reverse=True)
+        best, common = _best_of(step), {ref for ref in refs if all(store.get(ref) for store in stores)}
+        if best and common:
+            with self._store.resources.source() as source:
+                refs = [best_checkpoint(source, self._run, *best, lambda listing: listing.ref in common).ref]
         for ref in refs:
             lacking = [
                 named_spans(group) for group, store in zip(session.groups, stores, strict=True) if not store.get(ref)
@@ -441,6 +447,11 @@ class ResumeCoordinator:
             raise RankFailedError(f"{ref} could not be restored")
         _settle(into)
         return returned
+
+
+def _best_of(step: int | str | None) -> tuple[str, int] | None:
+    """Return the metric and the sign of ``best:METRIC``; None for other selections."""
+    return metric_and_sign(step) if isinstance(step, str) else None
 
 
 def _is_damage(failure: AsymcheckError | None) -> bool:

@@ -53,7 +53,8 @@ def stores(tmp_path: Path) -> list[Path]:
             store.training.request = of_a_part  # type: ignore[method-assign, assignment]  # as a Checkpointer of several makes it
             for step in range(STEPS):
                 state = {"all": torch.full((9000,), step), f"rank-{rank}": torch.full((9000,), 10.0 * step + rank)}
-                store.save(state, step=step, part=Part(rank, 2, f"{step + 1:016x}{7:016x}"))
+                metrics = {"loss": abs(step - 1.0)}
+                store.save(state, step=step, metrics=metrics, part=Part(rank, 2, f"{step + 1:016x}{7:016x}"))
     return paths
 
 
@@ -211,6 +212,31 @@ def test_swapped_machines_are_told_to_pass_a_location_only_without_one(
         assert ("pass the remote location" in message) is not has_remote
         assert (f"{remote} lacks the parts" in message) is has_remote
         assert "To start from scratch, choose another run" in message
+
+
+def test_best_checkpoint_need_not_be_pushed(stores: list[Path], tmp_path: Path) -> None:
+    """Test a step of which each machine has its part, and a location with another step."""
+    keys, location = dist.HashStore(), (tmp_path / "there").as_uri()
+    for path in stores:
+        with Store.open(path, config=CONFIG) as store:
+            store.push(location, 0)
+
+    def work(rank: int) -> tuple[int | None, str]:
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{rank}")
+        state: dict[str, object] = {
+            "all": torch.zeros(9000, dtype=torch.int64),
+            f"rank-{rank}": torch.zeros(9000),
+        }
+        with (
+            Store.open(stores[rank], config=CONFIG, remote=location) as store,
+            Checkpointer(store, state, ranks=ranks, capture=CaptureConfig(ring_folder=str(tmp_path))) as checkpointer,
+        ):
+            with pytest.raises(AsymcheckError, match="has the metric 'accuracy'; it has loss") as caught:
+                checkpointer.restore("best:accuracy")
+            restored = checkpointer.restore("best:loss")
+            return restored and restored.step, type(caught.value).__name__
+
+    assert each(2, work) == [(1, "CheckpointNotFoundError"), (1, "RankFailedError")]
 
 
 class Busy:

@@ -137,7 +137,8 @@ def refusal_of(locations: Sequence[RankLocation]) -> str:
         if locations[first].boot != location.boot:
             return (
                 f"the stores of rank {first} on {locations[first].node} and of rank {rank} on {location.node} have the "
-                f"same id ({location.store}): one is a copy of the other. Remove the copy; a new store will be created"
+                f"same id ({location.store}): one is a copy of the other, or both are one directory of a shared file "
+                f"system. Open a new directory on the local drive of {location.node}; a new store will be created in it"
             )
         first = of_node.setdefault(location.node, rank)
         if locations[first].store != location.store:

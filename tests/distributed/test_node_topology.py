@@ -42,7 +42,7 @@ def test_ranks_of_one_store_are_unaffected() -> None:
             RankLocation("b", "one", "boot 1"),
             "ranks on one machine must save into one store, but rank 0 has a, rank 1 has b",
         ),
-        (RankLocation("a", "two", "boot 2"), "one is a copy of the other"),
+        (RankLocation("a", "two", "boot 2"), "or both are one directory of a shared file system"),
         (RankLocation("a", "one", "boot 2"), "one is a copy of the other"),
     ],
 )

@@ -172,9 +172,10 @@ class Clock:
         )
 
 
-def missing_error(
-    missing: Sequence[int], what: str, waited_s: float, remedy: str = "check the logs of that rank"
-) -> RanksMissingError:
+_REMEDY = "check the logs of missing ranks, or give slow ranks more time: asymcheck.Ranks.from_torch(timeout_s=…)"
+
+
+def missing_error(missing: Sequence[int], what: str, waited_s: float, remedy: str = _REMEDY) -> RanksMissingError:
     """Return an error that names the missing ranks, the action and the remedy."""
     noun = "rank" if len(missing) == 1 else "ranks"
     return RanksMissingError(

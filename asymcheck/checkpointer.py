@@ -485,8 +485,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 is_begun = False
                 self._reporting.warn_of_step(step, error)
             except StorageError as error:
-                # For instance a full drive at the start. Other ranks wait for this one, and some errors stay.
-                if self._reporting.raises or self._coordinator is not None or isinstance(error, _LASTING):
+                # For instance a full drive at the start. Some errors stay, and ranks that never met would wait.
+                has_met = self._coordinator is None or self._background is not None
+                if self._reporting.raises or not has_met or isinstance(error, _LASTING):
                     raise
                 is_begun = False
                 self._reporting.warn_of_step(step, error)

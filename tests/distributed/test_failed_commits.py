@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from asymcheck import Checkpointer, Ranks, Retention, Store
+from asymcheck.capture.background_saver import BackgroundSaver
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import LostCheckpointError, OutOfSpaceError
+from asymcheck.errors import LostCheckpointError, LostCheckpointWarning, OutOfSpaceError
 from asymcheck.storage.nvme import ManifestFiles
+from asymcheck.storage.shm.ring_writer import Ring
 from asymcheck.types import PackId
 from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
@@ -85,3 +87,38 @@ def test_packs_are_freed_if_the_drive_is_full_for_another_rank(tmp_path: Path, m
     _lose_a_step(tmp_path, 1, lambda store: packs.extend(store.resources.tier.pack_ids()))
     with Store.open(tmp_path / "machine-0", config=CONFIG) as store:
         assert store.resources.tier.pack_ids() == packs
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_training_of_all_ranks_continues_if_the_memory_of_one_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    """Test a ring that cannot be created: with ``on_error="warn"``, the next step is saved by all ranks."""
+    make, keys, refused = BackgroundSaver._make_ring, dist.HashStore(), list[int]()
+
+    def refuse(saver: BackgroundSaver, *sizes: Any) -> Ring:  # noqa: ANN401 - passed on
+        if saver._session is not None and saver._session.rank == full and not refused:
+            refused.append(full)
+            raise OutOfSpaceError("no space for a ring")
+        return make(saver, *sizes)
+
+    monkeypatch.setattr(BackgroundSaver, "_make_ring", refuse)
+
+    def work(rank: int) -> list[bool]:
+        capture, ranks = CaptureConfig(ring_folder=str(tmp_path)), Ranks(rank, 2, keys, timeout_s=60.0)
+        state: dict[str, object] = {}
+        with (
+            Store.open(tmp_path / "store", config=CONFIG, create=True) as store,
+            Checkpointer(store, state, capture=capture, ranks=ranks, every=1, on_error="warn") as checkpointer,
+        ):
+            begun = []
+            for step in range(2):
+                state[f"own-{rank}"] = torch.full((3000,), rank + 9.0 * step)
+                begun.append(checkpointer.step(step))
+                checkpointer.wait()
+            return begun
+
+    with pytest.warns(LostCheckpointWarning, match="step 0 of run 'default' was not saved: .*no space for a ring"):
+        assert each(2, work)[full] == [False, True]
+    with Store.open(tmp_path / "store", config=CONFIG) as store:
+        assert [(one.step, one.complete) for one in store.checkpoints()] == [(1, True)]

@@ -659,7 +659,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self._background.wait("memory" if target == "memory" else "local")
                 self._report()
             if target == "remote":
-                self._pusher.wait(raises=self._reporting.raises)
+                self._pusher.wait(raises=self._reporting.raises, is_ending=self._exit_handler.is_due)
 
     def _report(self) -> None:
         """Report errors of background work to the training loop."""

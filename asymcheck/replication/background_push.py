@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from asymcheck.config import SECONDS, check_number
 from asymcheck.errors import (
@@ -217,8 +217,10 @@ class BackgroundPush:
                 self._requests.write(self._request)
             self._turn.notify_all()
 
-    def wait(self, *, raises: bool = True) -> None:
+    def wait(self, *, raises: bool = True, is_ending: Callable[[], bool] = bool) -> None:
         """Wait until all checkpoints that are due now are at the remote location; on failure raise, or warn.
+
+        Return early if ``is_ending`` tells that the process is about to end.
 
         Raises:
             RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call failed.
@@ -231,6 +233,8 @@ class BackgroundPush:
             # This also ends the pause before the next child.
             self._ask(waits=number)
             while (status := self._look()).answered < number and self._thread.is_alive():
+                if is_ending():
+                    return
                 self._turn.wait(_POLL_S)
             error = None if status.failure is None else status.failure.error()
             if status.answered < number:

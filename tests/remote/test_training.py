@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -12,6 +14,8 @@ import pytest
 
 import asymcheck.replication.push_loop as module
 from asymcheck import Checkpointer, Push, Retention, Store
+from asymcheck.capture import signals
+from asymcheck.capture.signals import ExitHandler
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     InvalidInputError,
@@ -219,6 +223,43 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
         with Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer:
             checkpointer.wait("remote")
     check_location(folder, 0)
+
+
+@pytest.mark.usefixtures("on_thread")
+def test_sigterm_ends_a_wait_for_uploads(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test an upload that takes too long: the process ends before, and the next start sends the checkpoint."""
+    state = dict(state_of(0))
+    blocked, freed = threading.Event(), threading.Event()
+    were_sent: list[bool] = []
+    original: Callable[..., int] = RemoteFiles.write
+
+    def write(*arguments: object) -> int:
+        blocked.set()
+        freed.wait()
+        return original(*arguments)
+
+    def terminate() -> None:
+        blocked.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Without an effect of the signal, the upload goes on.
+        freed.wait(2)
+        freed.set()
+
+    monkeypatch.setattr(RemoteFiles, "write", write)
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr(signals, "end_by_default", lambda _number: were_sent.append(freed.is_set()))
+    for name in ("_depth", "_is_terminated"):
+        monkeypatch.setattr(ExitHandler, name, getattr(ExitHandler, name))
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1), every=1, keep=None)
+        train(checkpointer, state, 0)
+        terminating = threading.Thread(target=terminate)
+        terminating.start()
+        with pytest.warns(UnreachableRemoteWarning, match="1 checkpoint was not pushed .*no time was left"):
+            checkpointer.wait("remote")
+        freed.set()
+        terminating.join()
+    assert were_sent == [False]
 
 
 @pytest.mark.usefixtures("on_thread")

@@ -158,6 +158,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._config = check_capture(capture)
         self._save_on_exit = check_flag("save_on_exit", save_on_exit)
         self._unsaved: tuple[int, Mapping[str, float] | None] | None = None
+        # The capture of that step, which may be lost.
+        self._begun: Capture | None = None
         self._generation: int | None = None
         self._partial_restore: PartialRestoreError | None = None
         self._background: BackgroundSaver | None = None
@@ -469,14 +471,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # An error of this rank alone must not keep it from a save of all ranks: it is raised at the end.
             newest = self._collect_outcomes()
             # First, because after an error the state is no longer that of the step before.
-            self._unsaved = step, metrics
+            self._unsaved, self._begun = (step, metrics), None
             try:
                 is_due = self._interval_controller.is_due(step, time.perf_counter(), self.statistics())
                 ends = self._preemption is not None and self._preemption.ends_at(step)
                 is_begun = is_due or ends
                 if is_begun:
-                    self._begin(step, metrics)
-                    self._unsaved = None
+                    self._begun = self._begin(step, metrics)
                     self._interval_controller.began(step)
             except RanksError as error:
                 # If the ranks never met, no checkpoint was lost: the set-up is wrong.
@@ -742,7 +743,22 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _save_and_close(self) -> None:
         try:
-            if self._save_on_exit and self._unsaved is not None:
-                self.save(*self._unsaved)
+            if self._save_on_exit and self._unsaved is not None and self._is_unsaved():
+                (step, metrics), self._reporting.repeated = self._unsaved, self._begun
+                try:
+                    self.save(step, metrics)
+                except StorageError as error:
+                    if self._reporting.raises or isinstance(error, _LASTING):
+                        raise
+                    self._reporting.warn_of_step(step, error)
         finally:
             self.close()
+
+    def _is_unsaved(self) -> bool:
+        """Tell whether the last step has no checkpoint, because none was due, or because the checkpoint was lost."""
+        if self._begun is None or self._is_closed or self._coordinator is not None:
+            # A loss on one of several ranks is no reason for a save, in which all ranks have to take part.
+            return self._begun is None
+        with self._exit_handler:
+            self._collect_outcomes(waits=True)
+        return self._begun.error is not None

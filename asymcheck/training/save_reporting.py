@@ -59,6 +59,8 @@ class SaveReporting:
         """Whether failures are raised; otherwise they are warnings."""
         self.latest_step: int | None = None
         """The latest step saved, restored or in flight; None before the first."""
+        self.repeated: Capture | None = None
+        """A lost capture whose step is saved again, which reports the outcome."""
         self._saved: int | None = None
         self._unreported: list[Capture] = []
 
@@ -111,7 +113,7 @@ class SaveReporting:
                 )
             for text in capture.diverged:
                 warn_user(text, SilentDivergenceWarning)
-        lost = [capture for capture in settled if capture.error is not None]
+        lost = [capture for capture in settled if capture.error is not None and capture is not self.repeated]
         if lost and self.raises:
             raise LostCheckpointError(self._lost(lost)) from lost[0].error
         for capture in lost:

@@ -15,11 +15,13 @@ import torch
 
 from asymcheck import Checkpointer, Store, events
 from asymcheck.capture import engine
+from asymcheck.checkpointer import OnError
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     CaptureWarning,
     LostCheckpointError,
+    LostCheckpointWarning,
     OutOfSpaceError,
     StaleStateWarning,
     UnsupportedValueError,
@@ -132,6 +134,43 @@ def test_save_is_durable_before_an_earlier_loss_is_reported(store: Store, disk: 
             checkpointer.save(1)
         assert checkpointer.latest_step == 1
         assert_stored(store, {1: copy_of(loop.state)})
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_lost_last_step_is_saved_on_exit(store: Store, disk: Disk, config: CaptureConfig, on_error: OnError) -> None:
+    """Test a drive that has space again at the end: no error reports the step as lost."""
+    _, _, loop = linear_loop()
+    with Checkpointer(
+        store, loop.state, capture=config, every=1, keep=None, save_on_exit=True, on_error=on_error
+    ) as checkpointer:
+        loop.iterate(0)
+        disk.full = "packs"
+        checkpointer.step(0, {"loss": 1.0})
+        _wait_in_silence(checkpointer)
+        disk.full = None
+    assert checkpointer.statistics().lost == 1
+    assert_stored(store, {0: copy_of(loop.state)})
+    assert store.checkpoints()[0].metrics == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("every", [1, 9])
+def test_last_step_on_a_full_drive_is_one_warning(store: Store, disk: Disk, config: CaptureConfig, every: int) -> None:
+    """Test ``save_on_exit`` with ``on_error="warn"``: the program continues after the training."""
+    _, _, loop = linear_loop()
+    checkpointer = Checkpointer(
+        store, loop.state, capture=config, every=every, keep=None, save_on_exit=True, on_error="warn"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with checkpointer:
+            checkpointer.step(0)
+            checkpointer.wait()
+            loop.iterate(1)
+            disk.full = "packs"
+            checkpointer.step(1)
+    assert [warning.category for warning in caught] == [LostCheckpointWarning]
+    assert str(caught[0].message).startswith("step 1 of run 'default' was not saved: no room")
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
 
 
 def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> None:

@@ -1,6 +1,7 @@
 """Memory that this process may still allocate: free memory of the machine, limited by cgroups.
 
-Pages of a ring count in every cgroup of the process. The kernel kills a process that exceeds a limit.
+Pages of a ring count in every cgroup of the process. The kernel kills a process that exceeds a limit. Above the softer
+limit ``memory.high``, the kernel stops the process again and again to free pages, but pages of a ring cannot be freed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:
             for mount in (root / _CGROUPS, root / _CGROUPS / "unified"):
-                yield from _hierarchy_bytes(mount, path, "memory.max", "memory.current", "")
+                for limit in ("memory.max", "memory.high"):
+                    yield from _hierarchy_bytes(mount, path, limit, "memory.current", "")
         elif "memory" in controllers.split(","):
             mount = root / _CGROUPS / "memory"
             yield from _hierarchy_bytes(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")

@@ -39,6 +39,7 @@ def _write(root: Path, files: dict[str, object]) -> Path:
     ("line", "mount", "limit", "usage"),
     [
         ("0::/pod/box", "sys/fs/cgroup", "memory.max", "memory.current"),
+        ("0::/pod/box", "sys/fs/cgroup", "memory.high", "memory.current"),
         ("0::/pod/box", "sys/fs/cgroup/unified", "memory.max", "memory.current"),
         ("0::/../pod/box", "sys/fs/cgroup", "memory.max", "memory.current"),
         ("4:cpu,memory:/pod/box\n0::/", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -154,7 +154,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if keep is not None:
             check_type("keep", keep, Retention)
         raises = check_choice("on_error", on_error, get_args(OnError)) == "raise"
-        self._reporting = SaveReporting(run, on_checkpoint, raises=raises)
+        self._reporting = SaveReporting(store.location, run, on_checkpoint, raises=raises)
         self._config = check_capture(capture)
         self._save_on_exit = check_flag("save_on_exit", save_on_exit)
         self._unsaved: tuple[int, Mapping[str, float] | None] | None = None

@@ -251,7 +251,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         """
         restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank, strict=strict)
         for reason in restored.skipped:
-            warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+            warn_user(f"store {self.location}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
         return restored.state
 
     def restore(  # noqa: PLR0913 - the arguments of load(), and two more

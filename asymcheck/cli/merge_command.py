@@ -237,7 +237,10 @@ def _newest(store: Store, run: str, last: int | None) -> list[str]:
             if item.complete:
                 chosen.append(f"save:{item.save_id}")
             else:
-                warn_user(f"run {run!r}: skipped {item.ref}: {entry.problem}", SkippedCheckpointWarning)
+                warn_user(
+                    f"store {store.location}, run {run!r}: skipped {item.ref}: {entry.problem}",
+                    SkippedCheckpointWarning,
+                )
     if len(chosen) < last:
         have = output.count(len(chosen), "complete checkpoint")
         raise InvalidInputError(f"--last {last}: run {run!r} of {store.location} has {have}; give a smaller number")

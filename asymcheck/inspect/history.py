@@ -27,7 +27,7 @@ def known_line(tier: ReadTier, run: str, known: Heads | None = None) -> Lineage 
         line = read_line(tier, run, known=known)
         later = [ref for ref in tier.manifests.refs(run) if ref.generation > line.generation]
         listings = [tier.manifests.listing(run, ref) for ref in later]
-        check_generations([listing for listing in listings if listing.manifests], line)
+        check_generations(tier, [listing for listing in listings if listing.manifests], line)
     except HeadRecordError:
         return None
     return line
@@ -164,7 +164,7 @@ class _HistoryReader:
     def read(self, *, everything: bool) -> History:
         try:
             self.line = read_line(self.tier, self.run, known=self.heads)
-            check_generations(self.listings, self.line)
+            check_generations(self.tier, self.listings, self.line)
         except HeadRecordError as error:
             if not everything:
                 raise HeadRecordError(f"{error}, or list all checkpoints (asymcheck log --all)") from error

@@ -82,10 +82,10 @@ def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> H
     except INCONCLUSIVE:
         raise
     except (FormatError, StorageError) as error:
-        raise _unknown(run, step, str(error)) from error
+        raise _unknown(tier, run, step, str(error)) from error
     if head is None:
         if generation > 1:
-            raise _unknown(run, step, _no_head(generation))
+            raise _unknown(tier, run, step, _no_head(generation))
         return None
     return head[0]
 
@@ -99,16 +99,16 @@ def intact_heads(tier: ReadTier, run: str, generations: Iterable[int]) -> list[H
     return [head[0] for head in heads if head is not None]
 
 
-def check_generations(listings: list[CheckpointFiles], line: Lineage, step: int | None = None) -> None:
+def check_generations(tier: ReadTier, listings: list[CheckpointFiles], line: Lineage, step: int | None = None) -> None:
     """Raise if a checkpoint has a later generation than all head records, because a record was lost then."""
     for listing in listings:
         if listing.ref.generation > line.generation:
-            raise _unknown(listing.run, step, _no_head(listing.ref.generation))
+            raise _unknown(tier, listing.run, step, _no_head(listing.ref.generation))
 
 
-def _unknown(run: str, step: int | None, problem: str) -> HeadRecordError:
+def _unknown(tier: ReadTier, run: str, step: int | None, problem: str) -> HeadRecordError:
     which, remedy = ("is newest", _NAME_A_STEP) if step is None else (f"of step {step} is meant", _NAME_ANOTHER)
-    return HeadRecordError(f"cannot tell which checkpoint of run {run} {which}: {problem}; {remedy}")
+    return HeadRecordError(f"store {tier.root}: cannot tell which checkpoint of run {run} {which}: {problem}; {remedy}")
 
 
 def _no_head(generation: int) -> str:

@@ -167,7 +167,7 @@ def _first(
                     skipped.append(f"{resolved.ref}: {error}")
                 except PartialRestoreError as error:
                     if not fall_back:
-                        raise _with_next_step(error, attempts) from error
+                        raise _with_next_step(tier, error, attempts) from error
                     skipped.append(f"{resolved.ref}: {error}")
                     spoilt = error
                 else:
@@ -178,7 +178,7 @@ def _first(
         message = f"{spoilt}. {_overwritten(spoilt.overwritten)}. The next older checkpoint cannot be read: {error}"
         raise PartialRestoreError(message, spoilt.overwritten, None) from error
     if spoilt is not None:
-        raise _with_next_step(spoilt, attempts) from spoilt
+        raise _with_next_step(tier, spoilt, attempts) from spoilt
     return None
 
 
@@ -400,8 +400,8 @@ def _overwritten(names: Sequence[str]) -> str:
     return f"{'1 tensor was' if len(names) == 1 else f'{len(names)} tensors were'} overwritten already: {listed(names)}"
 
 
-def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
-    """Return a message with the overwritten tensors and an older checkpoint that can be restored instead."""
+def _with_next_step(tier: ReadTier, error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
+    """Return an error with the store, the overwritten tensors and an older checkpoint that can be restored instead."""
     advice = "no older checkpoint is consistent"
     step: int | None = None
     try:
@@ -413,4 +413,5 @@ def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) ->
         following.sources.close()
         step = following.ref.step
         advice = f"restore {following.ref} instead (step={step})"
-    return PartialRestoreError(f"{error}. {_overwritten(error.overwritten)}; {advice}", error.overwritten, step)
+    message = f"store {tier.root}: {error}. {_overwritten(error.overwritten)}; {advice}"
+    return PartialRestoreError(message, error.overwritten, step)

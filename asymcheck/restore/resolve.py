@@ -72,14 +72,14 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
     newest_first = sorted(listings, key=lambda listing: listing.ref, reverse=True)
     if step is None:
         line = read_line(tier, run)
-        check_generations(listings, line)
+        check_generations(tier, listings, line)
         matching = [listing for listing in newest_first if listing.ref in line]
     else:
         matching = [listing for listing in newest_first if listing.ref.step == step]
         if len(matching) > 1:
             # The line is read only here, so that a step with one save can be restored without head records.
             line = read_line(tier, run, step=step)
-            check_generations(listings, line, step)
+            check_generations(tier, listings, line, step)
             matching = [listing for listing in matching if listing.ref in line] or [
                 listing for listing in matching if listing.ref.generation == matching[0].ref.generation
             ]
@@ -135,7 +135,7 @@ def first(tier: ReadTier, run: str, step: int | str | None, read: Callable[[Chec
     if found is None:
         raise inconsistent(tier, run, step, skipped, action)
     for reason in skipped:
-        warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+        warn_user(f"store {tier.root}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
     return found
 
 
@@ -183,12 +183,12 @@ def best_checkpoint(
     """
     listings = tier.manifests.checkpoints(run)
     line = read_line(tier, run)
-    check_generations(listings, line)
+    check_generations(tier, listings, line)
     skipped: list[str] = []
     on_line = [listing for listing in listings if may_be(listing) and listing.ref in line]
     found = list(_each(on_line, skipped, lambda listing: (listing, metrics_of(tier.manifests.read_all(listing)))))
     for reason in skipped:
-        warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+        warn_user(f"store {tier.root}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
     measured = {listing: metrics[metric] for listing, metrics in found if not math.isnan(metrics.get(metric, math.nan))}
     if not measured:
         names = sorted({name for _, metrics in found for name in metrics})

@@ -191,7 +191,7 @@ class ResumeCoordinator:
         if not is_any and step is None and self._is_new(self._is_unfinished(listing.ref) for listing in listings):
             return
         if is_any or skipped:
-            what = "no checkpoint" if step is None else f"step {step}"
+            what = f"store {self._store.location}: {'no checkpoint' if step is None else f'step {step}'}"
             message = f"{what} of run {self._run!r} can be restored by all ranks; see asymcheck verify:"
             raise InconsistentCheckpointError(message, skipped)
 

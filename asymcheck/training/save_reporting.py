@@ -46,15 +46,17 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
 class SaveReporting:
     """Outcomes of the captures of one run, reported where an error may interrupt the training loop."""
 
-    def __init__(self, run: str, on_checkpoint: Callable[[CheckpointReport], object] | None, *, raises: bool) -> None:
-        """Report on ``run`` to ``on_checkpoint``; raise errors if ``raises``, else warn.
+    def __init__(
+        self, store: str, run: str, on_checkpoint: Callable[[CheckpointReport], object] | None, *, raises: bool
+    ) -> None:
+        """Report on ``run`` of the store at ``store`` to ``on_checkpoint``; raise errors if ``raises``, else warn.
 
         Raises:
             InvalidInputError: ``on_checkpoint`` is not callable.
         """
         if on_checkpoint is not None and not callable(on_checkpoint):
             raise InvalidInputError(f"on_checkpoint={on_checkpoint!r:.100}: give a function of one argument, or None")
-        self._run, self._on_checkpoint = run, on_checkpoint
+        self._store, self._run, self._on_checkpoint = store, run, on_checkpoint
         self.raises = raises
         """Whether failures are raised; otherwise they are warnings."""
         self.latest_step: int | None = None
@@ -122,7 +124,7 @@ class SaveReporting:
     def warn_of_skipped(self, reasons: Iterable[str]) -> None:
         """Warn of newer checkpoints that a restore skipped."""
         for reason in reasons:
-            warn_user(f"run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
+            warn_user(f"store {self._store}, run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
 
     def warn_of_unrecovered(self, captures: Iterable[RecoveredCapture]) -> None:
         """Warn of captures of killed processes that could not be committed."""
@@ -130,7 +132,7 @@ class SaveReporting:
             if capture.ref is None:
                 what = "a checkpoint" if capture.step is None else f"step {capture.step}"
                 of_run = "" if capture.run is None else f" of run {capture.run!r}"
-                message = f"skipped {what}{of_run} in memory: {capture.problem}"
+                message = f"store {self._store}: skipped {what}{of_run} in memory: {capture.problem}"
                 warn_user(message, SkippedCheckpointWarning)
 
     def warn_of_order(self, newest: int | None, step: int) -> None:

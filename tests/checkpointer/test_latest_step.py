@@ -12,7 +12,7 @@ def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN
 
 def test_a_lost_step_is_not_the_last() -> None:
     """Test that the newest durable step is the latest if all later steps were lost."""
-    last = SaveReporting("run", None, raises=True)
+    last = SaveReporting("store", "run", None, raises=True)
     assert last.latest_step is None
     for step in (6, 8, 10):
         last.latest_step = step

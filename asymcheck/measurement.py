@@ -24,7 +24,7 @@ from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.policies.advice import CodecFacts, DriveFacts, Facts
 from asymcheck.storage.available_memory import available_bytes
 from asymcheck.storage.nvme import NvmeTier, OpenFile, Slot, run_with_slots, scratch, seal_scratch_pack
-from asymcheck.types import Sample
+from asymcheck.types import Sample, readable_size
 
 
 def measure(
@@ -209,8 +209,8 @@ def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
     free = tier.files.free_bytes(tier.packs)
     if free < _ROOM_FACTOR * effort.file_bytes:
         raise OutOfSpaceError(
-            f"store {tier.root} has {free} bytes free, but a measurement needs {_ROOM_FACTOR} times its file of "
-            f"{effort.file_bytes} bytes; free disk space, or measure with --quick"
+            f"store {tier.root} has {readable_size(free)} free, but a measurement needs "
+            f"{readable_size(_ROOM_FACTOR * effort.file_bytes)}; free disk space, or measure with --quick"
         )
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(scratch(tier))

@@ -42,7 +42,7 @@ from asymcheck.state.partition_plan import Plan, PlanInput
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm.ring_writer import Ring
-from asymcheck.types import CheckpointRef, Digest
+from asymcheck.types import CheckpointRef, Digest, readable_size
 
 WaitTarget = Literal["memory", "local"]
 _REPLACE_FACTOR = 1.25
@@ -233,9 +233,13 @@ class BackgroundSaver:
     def _make_ring(self, folder: Path, size: int, needed: int) -> Ring:
         size = -(-size // registry.BLOCK_BYTES) * registry.BLOCK_BYTES
         if size < needed:
+            larger = f"enlarge {folder} (in a container: docker run --shm-size=…), or free memory"
+            if self._config.ring_bytes is not None:
+                larger = "give a larger CaptureConfig(ring_bytes=…)"
             warn_user(
-                f"the ring of {size} bytes is smaller than the state ({needed} bytes of frames). Checkpoints are "
-                "streamed through it: none can be resumed from memory, and training waits for the drive more often",
+                f"the ring of {readable_size(size)} in {folder} is smaller than the state ({readable_size(needed)}). "
+                "Checkpoints are streamed through it: none can be resumed from memory, and training waits for the "
+                f"drive more often. For a ring of two states, {larger}",
                 CaptureWarning,
             )
         header = RingHeader(

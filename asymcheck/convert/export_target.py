@@ -24,7 +24,7 @@ from asymcheck.format.digest import sum8
 from asymcheck.format.layout import DESCRIPTOR_NAME
 from asymcheck.storage.local_files import Files, translated
 from asymcheck.storage.process_identity import is_dead, this_process
-from asymcheck.types import Owner
+from asymcheck.types import Owner, readable_size
 from asymcheck.validation import check_no_uri
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ class Draft:
         free = _FILES.free_bytes(self.target.absolute().parent)
         if self._bytes > free:
             raise OutOfSpaceError(
-                f"cannot write {self.target}: at least {self._bytes} bytes are needed, but only {free} are free; "
-                "free disk space, or choose another drive"
+                f"cannot write {self.target}: it needs at least {readable_size(self._bytes)}, but only "
+                f"{readable_size(free)} are free; free disk space, or choose another drive"
             )
         file = TargetFile(self.path / name if name else self.path, size)
         self._files.append(file)

@@ -19,7 +19,7 @@ from asymcheck.state.dtypes import TORCH_DTYPES
 from asymcheck.state.leaves import FlatBytes, as_bytes, flat_bytes, on_host
 from asymcheck.storage.gpu_staging import catch_up
 from asymcheck.storage.pages import use_huge_pages
-from asymcheck.types import Digest
+from asymcheck.types import Digest, readable_size
 
 SHIFTED_MIN_BYTES = 1 << 20
 """Minimum size of a new tensor at a given address, which needs an additional block of memory."""
@@ -139,8 +139,8 @@ def allocate(row: TensorRow, device: torch.device, shift: int | None = None) -> 
     except (RuntimeError, AssertionError, ImportError) as error:
         # torch raises the latter two for a device for which it was not built.
         raise StorageError(
-            f"tensor {row.name} ({row.nbytes} bytes, {row.dtype} {list(row.shape)}) cannot be allocated on {device}: "
-            f"{error}"
+            f"tensor {row.name} ({readable_size(row.nbytes)}, {row.dtype} {list(row.shape)}) cannot be "
+            f"allocated on {device}: {error}"
         ) from error
     if tensor.device.type == "cpu":
         # Filling reused memory takes a quarter of the CPU time (measured for 150 MB), because page faults of new

@@ -16,6 +16,7 @@ import torch
 
 from asymcheck.errors import CaptureWarning, warn_user
 from asymcheck.storage.allocator import Allocator
+from asymcheck.types import readable_size
 
 _ALIGNED_TO = 512
 _PORTABLE = 1
@@ -137,8 +138,9 @@ class Link:
                     torch.zeros(1, device=self._device).add_(1)
         if reason:
             warn_user(
-                f"the ring of {len(memory)} bytes could not be pinned (cudaHostRegister: {reason}). Copies from the "
-                "GPU block the training for longer. Raise the limit of locked memory (ulimit -l), or reduce ring_bytes",
+                f"the ring of {readable_size(len(memory))} could not be pinned (cudaHostRegister: {reason}). Copies "
+                "from the GPU block the training for longer. Raise the limit of locked memory (ulimit -l), or reduce "
+                "ring_bytes",
                 CaptureWarning,
             )
         return not reason

@@ -19,6 +19,7 @@ from asymcheck.errors import (
     LostCheckpointWarning,
 )
 from asymcheck.storage.shm import ring_writer as ring_module
+from asymcheck.types import readable_size
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import (
     CONFIG,
@@ -65,6 +66,16 @@ def test_a_ring_of_just_over_one_state_makes_training_wait(
     assert_every_step_is_right(store, loop, 6, sized(config, needed + 100_000))
 
 
+def test_a_default_ring_that_is_too_small_names_the_remedy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the advice for a container whose /dev/shm is smaller than the state."""
+    monkeypatch.setattr(background_saver, "default_bytes", lambda *_: 1 << 15)
+    with (
+        Checkpointer(store, {"weight": torch.zeros(100_000)}, every=1, keep=None) as checkpointer,
+        pytest.warns(CaptureWarning, match="enlarge .* docker run --shm-size=…"),
+    ):
+        checkpointer.step(0)
+
+
 def _frame(elements: int) -> int:
     pieces = -(-4 * elements // CONFIG.partition_bytes)
     return -(-4 * elements // 4096) * 4096 + pieces * 4096
@@ -92,6 +103,8 @@ def test_a_ring_of_much_less_than_one_state_is_streamed_through(
         assert_every_step_is_right(store, loop, 4, sized(config, size))
     assert len(caught) == 1
     assert caught[0].filename.endswith("loops.py")
+    assert str(caught[0].message).startswith(f"the ring of {readable_size(size)} in ")
+    assert str(caught[0].message).endswith("give a larger CaptureConfig(ring_bytes=…)")
     assert seen == [([], number) for number in range(1, 5)]
     assert rings(tmp_path) == []
 

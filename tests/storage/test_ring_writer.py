@@ -21,7 +21,7 @@ from asymcheck.storage.local_files import try_lock
 from asymcheck.storage.shm.orphaned_rings import list_rings
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.storage.shm.ring_writer import Ring
-from asymcheck.types import SaveId
+from asymcheck.types import SaveId, readable_size
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
 
@@ -182,7 +182,7 @@ def test_too_little_memory_has_a_remedy(tmp_path: Path, monkeypatch: pytest.Monk
         make_ring(tmp_path)
     message = str(caught.value)
     assert message.startswith(
-        f"{tmp_path} has not enough free memory for a ring of {DATA_OFFSET + HEADER.data_bytes} bytes"
+        f"{tmp_path} has not enough free memory for a ring of {readable_size(DATA_OFFSET + HEADER.data_bytes)}: "
     )
     assert all(advice in message for advice in ("ring_bytes", "ring_folder", f"mount -o remount,size=… {tmp_path}"))
     assert os.listdir(tmp_path) == []

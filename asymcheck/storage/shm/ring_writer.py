@@ -34,7 +34,7 @@ from asymcheck.format.ring_records import (
 from asymcheck.storage.allocator import Allocator
 from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, is_same_file, translated
 from asymcheck.storage.pages import map_file, populate, use_huge_pages
-from asymcheck.types import PackId, SaveId
+from asymcheck.types import PackId, SaveId, readable_size
 
 if TYPE_CHECKING:
     # This module loads torch, which takes seconds. Reading a ring does not need torch.
@@ -122,8 +122,8 @@ class Ring:
 
     def _out_of_space(self, size: int) -> OutOfSpaceError:
         return OutOfSpaceError(
-            f"{self.path.parent} has not enough free memory for a ring of {size} bytes: reduce ring_bytes, choose "
-            f"another ring_folder, or enlarge the file system (mount -o remount,size=… {self.path.parent})"
+            f"{self.path.parent} has not enough free memory for a ring of {readable_size(size)}: reduce ring_bytes, "
+            f"choose another ring_folder, or enlarge the file system (mount -o remount,size=… {self.path.parent})"
         )
 
     def _reserve(self, start: int, end: int) -> None:

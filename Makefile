@@ -20,7 +20,7 @@ venv: $(STAMP)
 # DeepSpeed comes as a source that looks at the torch that is installed, so it is built without isolation; it compiles
 # nothing (DS_BUILD_OPS=0).
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "asymcheck needs Python 3.10 or newer: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "The pinned development packages need Python 3.11 or newer: make PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, and again when pyproject.toml or constraints.txt change)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,bench]'

@@ -343,7 +343,7 @@ class Catalog:
                         raise
                     self._drop_unless_trusted()
                     self._open(populate)
-            stack.pop_all()
+            self._opened = stack.pop_all()
 
     def _open(self, populate: Populate) -> None:
         with contextlib.ExitStack() as stack:
@@ -634,11 +634,8 @@ class Catalog:
         Raises:
             StorageError: the sync failed. Nothing is lost: the mark stays, and the next start rebuilds the catalog.
         """
-        with contextlib.ExitStack() as stack:
-            stack.callback(DESCRIPTORS.close, self._lock_descriptor)
-            stack.callback(DESCRIPTORS.close, self._waiting_descriptor)
-            stack.callback(self._take_mark_back)
-            stack.callback(self._close_environment)
+        with self._opened as opened:
+            opened.callback(self._close_environment)
             try:
                 with self._lmdb_errors():
                     if self._env is not None:

@@ -153,14 +153,8 @@ class ManifestFiles(ManifestReader):
 
     def withdraw(self, run: str, ref: CheckpointRef, rank: int) -> None:
         """Remove the manifest and temporary files of one rank durably, after a failed save."""
-        directory = self.directory(run, ref)
-        names = [name for name in self._files.list(directory) if name.startswith(f"{rank:05d}-")]
-        for name in names:
-            self._files.unlink(directory / name)
-        if names:
-            self._files.sync_directory(directory)
-        if self._files.remove_directory(directory):
-            self._files.sync_directory(directory.parent)
+        names = self._files.list(self.directory(run, ref))
+        self.remove_files(run, ref, [name for name in names if name.startswith(f"{rank:05d}-")])
 
     def remove(self, run: str, ref: CheckpointRef) -> None:
         """Delete a checkpoint durably."""

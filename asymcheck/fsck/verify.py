@@ -191,9 +191,8 @@ class _Checker:
         self.scanner = FrameScanner(tier)
 
     def check(self) -> list[Finding]:
-        for run in self.tier.manifests.runs():
-            if self.run in (None, run):
-                self._check_manifests(run)
+        for run in self._runs():
+            self._check_manifests(run)
         self._check_packs()
         self._check_partitions()
         if self.shard.index == 0:
@@ -212,9 +211,8 @@ class _Checker:
         if self.tier.damaged_descriptor_copies:
             message = "one of two copies of the store descriptor is damaged"
             self._add("damaged-copy", Severity.WARNING, "I9", layout.DESCRIPTOR_NAME, message)
-        for run in self.tier.manifests.runs():
-            if self.run in (None, run):
-                self.findings += _check_line(self.tier, run)
+        for run in self._runs():
+            self.findings += _check_line(self.tier, run)
         if self.run is None and self.packs and not self.listings:
             message = (
                 "the store has packs and no checkpoint. If all checkpoints were deleted, run gc. If the directory "
@@ -240,21 +238,21 @@ class _Checker:
     ) -> None:
         self.findings.append(Finding(kind, severity, invariant, where, message, tuple(checkpoints), tuple(tensors)))
 
+    def _runs(self) -> list[str]:
+        return [run for run in self.tier.manifests.runs() if self.run in (None, run)]
+
     def _listings(self, run: str) -> Iterator[CheckpointFiles]:
         listings = self.tier.manifests.checkpoints(run)
         return (listing for listing in listings if self.step in (None, listing.ref.step))
 
     def has_changed(self) -> bool:
         """Tell whether packs or manifests were added or removed since the listing."""
-        runs = [run for run in self.tier.manifests.runs() if self.run in (None, run)]
-        return self.packs != set(self.tier.pack_ids()) or self.listings != [
-            listing for run in runs for listing in self._listings(run)
-        ]
+        listings = [listing for run in self._runs() for listing in self._listings(run)]
+        return self.packs != set(self.tier.pack_ids()) or self.listings != listings
 
     def without_deleted(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return findings without deleted checkpoints. Findings about these alone are left out."""
-        runs = [run for run in self.tier.manifests.runs() if self.run in (None, run)]
-        present = {f"run {run}, {listing.ref}" for run in runs for listing in self._listings(run)}
+        present = {f"run {run}, {listing.ref}" for run in self._runs() for listing in self._listings(run)}
         left: list[Finding] = []
         for finding in findings:
             names = tuple(name for name in finding.checkpoints if name in present)
@@ -480,14 +478,9 @@ class _Checker:
                     unneeded = f"{message}; no checkpoint needs this copy"
                     self._add("damaged-frame", Severity.WARNING, "I2", where, unneeded, (), tensors)
         missing = [
-            (name, need)
-            for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
-            if (
-                need is not self.needs[name]
-                or (name not in self.intact and name not in self.damaged and self._is_missing(name))
-            )
-            and self._is_own(name)
+            (name, need) for name, need in self.needs.items() if self._is_unread(name) and self._is_missing(name)
         ]
+        missing += [(name, need) for (name, _), need in self.disputed.items() if self._is_own(name)]
         if self.busy and missing:
             self._report_unchecked(missing)
             return
@@ -571,15 +564,15 @@ def verify(
     for _ in range(_ATTEMPTS):
         checker = _Checker(tier, run, step, progress, shard or Shard(), deep=deep)
         findings, content = checker.check(), checker.content()
-        if not any(_is_error(finding) for finding in findings) or not checker.has_changed():
+        if not _have_error(findings) or not checker.has_changed():
             break
         # Missing data may have been deleted with its checkpoint during the check, or moved to another pack. A training
         # may delete a checkpoint during each attempt.
         findings = checker.without_deleted(findings)
-        if not any(_is_error(finding) for finding in findings):
+        if not _have_error(findings):
             break
     return findings, content
 
 
-def _is_error(finding: Finding) -> bool:
-    return finding.severity is Severity.ERROR
+def _have_error(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity is Severity.ERROR for finding in findings)

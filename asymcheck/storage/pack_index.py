@@ -59,7 +59,10 @@ def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool =
     """
     where, end = f"pack {name}", math.inf
     try:
-        header, size = _read_header(read, where, pack_id)
+        block, size = read(0, registry.BLOCK_BYTES)
+        header = decode_pack_header(block, where)
+        if header.pack_id != pack_id:
+            raise StructureError(f"{where}: the header names pack {header.pack_id.hex()}")
         end = header.index_offset
         if size < header.pack_length:
             # Check before memory is allocated for the index, or bytes beyond the end of the file are read.
@@ -80,15 +83,6 @@ def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool =
             raise
         length = int(entries["offset"][-1]) + entry_length(entries[-1]) if len(entries) else 0
         return PackIndex(PackHeader(pack_id, len(entries), length, 0, ""), entries, damage, stamped)
-
-
-def _read_header(read: ReadRange, where: str, pack_id: PackId) -> tuple[PackHeader, int]:
-    """Read the header of a pack; return it with the size of the file."""
-    block, size = read(0, registry.BLOCK_BYTES)
-    header = decode_pack_header(block, where)
-    if header.pack_id != pack_id:
-        raise StructureError(f"{where}: the header names pack {header.pack_id.hex()}")
-    return header, size
 
 
 def _scan(

@@ -224,7 +224,8 @@ class Flusher:
             name, payload = self._copy(partition, number, slot)
             if name != known:
                 raise _torn([self._leaves[partition.pieces[0].row]])
-            self._transaction.write(FrameDescriptor.identity(name, len(payload)), partial(_write, slot))
+            identity = FrameDescriptor.identity(name, len(payload))
+            self._transaction.write(identity, lambda writer, descriptor: writer.write(slot, descriptor))
         return known
 
     def _put_in_place(self, partition: Partition, number: int, slot: Slot, in_place: memoryview) -> Digest:
@@ -256,7 +257,12 @@ class Flusher:
             bases += [] if original is None else [original]
         if self._earlier is not None:
             bases.append(self._earlier.base(partition))
-        write = partial(_write, slot) if kept is None else partial(_copy_and_write, slot, kept)
+
+        def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
+            if kept is not None:
+                slot.fill(kept)
+            writer.write(slot, descriptor)
+
         self._put(partition, number, name, payload, write, bases)
         return name
 
@@ -306,15 +312,6 @@ def _torn(leaves: Sequence[Leaf]) -> TornCaptureError:
     return TornCaptureError(
         f"{names} changed during save(), so no checkpoint was made: do not change the state until save() returns"
     )
-
-
-def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:
-    writer.write(slot, descriptor)
-
-
-def _copy_and_write(slot: Slot, plain: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
-    slot.fill(plain)
-    writer.write(slot, descriptor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,8 +253,8 @@ class _Adoption:
             refs = self._publish(parts)
         except MissingPartitionError as error:
             self._note(run, step, str(error))
-        except OutOfSpaceError as error:
-            if self.raises(run):
+        except (OutOfSpaceError, FormatError, InvalidInputError) as error:
+            if isinstance(error, OutOfSpaceError) and self.raises(run):
                 store = self.tier.root
                 command = restore_command(store, run, parts[0].reader.path.parent, step)
                 raise OutOfSpaceError(
@@ -262,10 +262,7 @@ class _Adoption:
                     "space, for example with asymcheck gc and its --keep rules, and start again. Or write the step to "
                     f"another drive:\n  {command}\nOr continue from an older checkpoint: Checkpointer(on_error='warn')"
                 ) from error
-            self._kept |= readers
-            self._note(run, step, f"{error}; {_KEPT}")
-        except (FormatError, InvalidInputError) as error:
-            # The capture is intact, but the store is damaged, for example a head record. A repair may help.
+            # The capture is intact. If the store is damaged, for example a head record, a repair may help.
             self._kept |= readers
             self._note(run, step, f"{error}; {_KEPT}")
         else:

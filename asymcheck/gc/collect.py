@@ -16,13 +16,7 @@ from asymcheck.format import registry
 from asymcheck.gc.repack import Repacked, plan_repack, repack
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import NamedCheckpoint, StoreReachability, pinned_packs
-from asymcheck.storage.shm.orphaned_rings import (
-    RingFile,
-    inspect_ring,
-    list_rings,
-    open_orphaned_ring,
-    unreadable_ring,
-)
+from asymcheck.storage.shm.orphaned_rings import RingFile, inspect_ring, list_rings, open_orphaned_ring, unreadable_ring
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8
@@ -80,12 +74,8 @@ def collect(
 ) -> Collected:
     """Free all garbage packs, and packs that are mostly garbage after copying their live frames.
 
-    Args:
-        tier: the store.
-        catalog: its catalog.
-        dry_run: only count.
-        without: checkpoints to treat as deleted in a dry run.
-        needed: reachability from an earlier collection, to avoid reading manifests and indexes again.
+    With ``dry_run``, only count, and treat the checkpoints ``without`` as deleted. ``needed`` is the reachability from
+    an earlier collection, to avoid reading manifests and indexes again.
 
     Raises:
         InconsistentCheckpointError: a manifest is unreadable, so its partitions are unknown. Nothing was freed.
@@ -333,12 +323,10 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
 def _remove(ring: RingFile) -> bool:
     if ring.problem:
         return unreadable_ring(ring.path, remove=("unmade",) if ring.is_unmade else ("unmade", "damaged")) != "used"
-    try:
+    with contextlib.suppress(FileNotFoundError):
         reader = open_orphaned_ring(ring.path)
-    except FileNotFoundError:
-        return True
-    if reader is None:
-        return False
-    with reader:
-        reader.unlink()
+        if reader is None:
+            return False
+        with reader:
+            reader.unlink()
     return True

@@ -214,10 +214,7 @@ class RemoteTier(StoreTier):
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
-        if self._listed is not None:
-            return self._listed
-        packs = self.list_packs()
-        return [*packs.lasting, *packs.doomed]
+        return self.with_prefixes((b"",))
 
     def with_prefixes(self, prefixes: Collection[bytes]) -> list[PackId]:
         """Return the ids of the readable packs that begin with one of the prefixes, newest first."""

@@ -63,7 +63,18 @@ class ManifestBuilder:
         """
         count = len(described.names)
         if described is not self._described and described != self._described:
-            self._describing = _describing(described)
+            self._describing = describing_columns(
+                {
+                    "name": described.names,
+                    "aliases": described.aliases,
+                    "dtype": described.dtypes,
+                    "role": [role_of(name) for name in described.names],
+                    "shape": described.shapes,
+                    "global_shape": [box.whole for box in described.boxes],
+                    "offset": [box.offset for box in described.boxes],
+                    "nbytes": described.sizes,
+                }
+            )
         self._described = described
         if self._cut is not cut:
             self._starts, self._extents = _extents_of(cut, count)
@@ -72,21 +83,6 @@ class ManifestBuilder:
         digests = as_column([name for _, name in zip(cut.partitions, names, strict=True)])[partitions]
         extents = extents_column(self._starts, digests, offsets, lengths, partition_lengths)
         return [*self._describing, *inline_columns([inline.get(row) for row in range(count)]), extents]
-
-
-def _describing(described: Columns) -> list[Column]:
-    return describing_columns(
-        {
-            "name": described.names,
-            "aliases": described.aliases,
-            "dtype": described.dtypes,
-            "role": [role_of(name) for name in described.names],
-            "shape": described.shapes,
-            "global_shape": [box.whole for box in described.boxes],
-            "offset": [box.offset for box in described.boxes],
-            "nbytes": described.sizes,
-        }
-    )
 
 
 def _extents_of(cut: Cut, rows: int) -> tuple[npt.NDArray[np.int32], list[npt.NDArray[np.int64]]]:

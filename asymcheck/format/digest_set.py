@@ -19,7 +19,7 @@ class DigestSet:
     def __init__(self, digests: npt.NDArray[np.void]) -> None:
         """Number the distinct values of ``digests``."""
         # The first eight bytes distinguish digests, except duplicates and collisions made on purpose.
-        keys: npt.NDArray[np.generic] = _first_halves(digests)
+        keys: npt.NDArray[np.generic] = _words(digests)[:, 0]
         self.first: npt.NDArray[np.intp] = np.argsort(keys)
         """For each id, a position of that digest in the given column."""
         if _has_duplicates(keys[self.first]):
@@ -46,7 +46,7 @@ class DigestSet:
         """Return the id of each of ``digests``, or -1 for digests that are not in the set."""
         if not len(self):
             return np.full(len(digests), -1)
-        keys = _first_halves(digests) if self._keys.dtype == np.uint64 else digests.view(_DIGEST_DTYPE)
+        keys = _words(digests)[:, 0] if self._keys.dtype == np.uint64 else digests.view(_DIGEST_DTYPE)
         # Sorted lookups hit the CPU cache.
         order = np.argsort(keys)
         positions = np.empty(len(keys), dtype=np.intp)
@@ -75,10 +75,6 @@ def has_two_values(digests: npt.NDArray[np.void], values: npt.NDArray[np.int64])
     ordered, ordered_values = words[order], values[order]
     is_same = (ordered[1:] == ordered[:-1]).all(axis=1)
     return bool(np.any(is_same & (ordered_values[1:] != ordered_values[:-1])))
-
-
-def _first_halves(digests: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    return _words(digests)[:, 0]
 
 
 def _words(digests: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:

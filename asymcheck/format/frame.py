@@ -6,13 +6,7 @@ import dataclasses
 import struct
 from collections.abc import Iterable
 
-from asymcheck.errors import (
-    ChecksumError,
-    LimitError,
-    StructureError,
-    TruncatedError,
-    UnsupportedCodecError,
-)
+from asymcheck.errors import ChecksumError, LimitError, StructureError, TruncatedError, UnsupportedCodecError
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
 from asymcheck.format.registry import check_sealed

@@ -70,11 +70,7 @@ _NAME_STEP = "restore a named step (step=…) or save (save:DIGITS); training co
 def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, made: Rebuilt | None = None) -> Repaired:
     """Repair a store. Other processes may save, load and collect at the same time.
 
-    Args:
-        tier: the store.
-        catalog: its catalog.
-        progress: called with the bytes read so far and the total.
-        made: the result of a catalog rebuild when the store was opened, if one was necessary.
+    ``made`` is the result of a catalog rebuild when the store was opened, if one was necessary.
 
     Raises:
         StorageError: the device failed or is full. Nothing is lost; the next repair continues.

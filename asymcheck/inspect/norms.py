@@ -110,16 +110,14 @@ def numbers_of(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
     """Return the values of stored elements, exactly except for large integers."""
     is_complex = dtype.startswith("complex")
     numpy_dtype = NUMPY_DTYPES.get(dtype)
-    numbers: Numbers
     if numpy_dtype is not None:
-        numbers = data.view(numpy_dtype).astype(np.complex128 if is_complex else np.float64)
-    else:
-        import torch
+        return data.view(numpy_dtype).astype(np.complex128 if is_complex else np.float64)
+    import torch
 
-        from asymcheck.state.dtypes import TORCH_DTYPES
+    from asymcheck.state.dtypes import TORCH_DTYPES
 
-        wide = torch.complex128 if is_complex else torch.float64
-        numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
+    wide = torch.complex128 if is_complex else torch.float64
+    numbers: Numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
     return numbers
 
 

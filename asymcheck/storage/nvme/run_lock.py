@@ -102,10 +102,7 @@ class RunLock:
         is_logged = False
         while True:
             # Otherwise, a training that holds the file of a dead one to replace it looks like a leftover of that one.
-            with (
-                locked(self._files.open_read, self._path.parent) as alone,
-                locked(self._open, self._path) as free,
-            ):
+            with locked(self._files.open_read, self._path.parent) as alone, locked(self._open, self._path) as free:
                 trainer = self._trainer()
                 if alone is not None and (free is not None or takeover or _may_replace(trainer)):
                     self._replace()

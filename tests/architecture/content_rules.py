@@ -1,4 +1,4 @@
-"""Rules about the content of a module: names, docstrings, raises, suppressions, and no pickle."""
+"""Rules about the content of a module: names, raises, suppressions, and no pickle."""
 
 import ast
 import builtins
@@ -35,43 +35,6 @@ def names_say_something(tree: SourceTree) -> Iterator[Violation]:
         words = {word for part in PurePosixPath(module.path).with_suffix("").parts for word in part.split("_")}
         for word in sorted(words & EMPTY_NAMES):
             yield Violation(module.path, 1, f"the name contains {word!r}")
-
-
-def public_things_are_documented(tree: SourceTree) -> Iterator[Violation]:
-    """A module, or a public class, function or method, without a docstring."""
-    for module in tree.package:
-        if not ast.get_docstring(module.tree):
-            yield Violation(module.path, 1, "the module has no docstring")
-        yield from _undocumented(module, module.tree)
-
-
-def _undocumented(module: Module, body: ast.Module | ast.ClassDef) -> Iterator[Violation]:
-    for node in _definitions(body.body):
-        # A leading underscore covers magic methods too: the language documents those.
-        if node.name.startswith("_") or _documented_elsewhere(node):
-            continue
-        if not ast.get_docstring(node):
-            yield Violation(module.path, node.lineno, f"{node.name} has no docstring")
-        if isinstance(node, ast.ClassDef):
-            yield from _undocumented(module, node)
-
-
-def _definitions(body: list[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
-    """The definitions of a module or class, also those inside `if` and `try`, but not those inside functions."""
-    for node in body:
-        if isinstance(node, Function | ast.ClassDef):
-            yield node
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _definitions(getattr(node, field, []))
-            for handler in getattr(node, "handlers", []):
-                yield from _definitions(handler.body)
-
-
-def _documented_elsewhere(node: Function | ast.ClassDef) -> bool:
-    """An overload or a property's setter: the docstring is at the implementation or the getter."""
-    words = {ast.unparse(decorator).rsplit(".", 1)[-1] for decorator in node.decorator_list}
-    return bool(words & {"overload", "setter", "deleter"})
 
 
 def errors_are_our_own(tree: SourceTree) -> Iterator[Violation]:
@@ -169,14 +132,6 @@ def _meant_by(bound_as: str | None, full_name: str) -> str:
     return bound_as if bound_as == full_name.split(".", 1)[0] else full_name
 
 
-def no_star_imports(tree: SourceTree) -> Iterator[Violation]:
-    """`from x import *`."""
-    for module in tree.modules:
-        for found in module.imports:
-            if found.name == "*":
-                yield Violation(module.path, found.line, f"from {found.target} import *")
-
-
 def suppressions_give_a_reason(tree: SourceTree) -> Iterator[Violation]:
     """A linter or type checker silenced without a code and a reason."""
     for module in tree.modules:
@@ -195,39 +150,24 @@ def suppressions_give_a_reason(tree: SourceTree) -> Iterator[Violation]:
 
 CONTENT_RULES = (
     Rule(
-        "names_say_something",
         "A module with a general name collects unrelated code. Name the module after its content.",
         names_say_something,
     ),
     Rule(
-        "public_things_are_documented",
-        "The docstring is the contract: arguments, results, errors, and what is durable when the call returns.",
-        public_things_are_documented,
-    ),
-    Rule(
-        "errors_are_our_own",
         "Callers handle a failure by its class and kind, but a ValueError can come from anywhere. Raise an error of "
         "asymcheck.errors. Exceptions are NotImplementedError in an abstract method, StopIteration in __next__, "
         "AttributeError in __getattr__, and in the CLI SystemExit and the errors of click.",
         errors_are_our_own,
     ),
     Rule(
-        "errors_have_one_home",
         "The tree of errors, with its stable kinds, is part of the public interface: asymcheck/errors.py.",
         errors_have_one_home,
     ),
     Rule(
-        "nothing_is_unpickled",
         "Loading a checkpoint must never run code that is stored in it, not even for plain values.",
         nothing_is_unpickled,
     ),
     Rule(
-        "no_star_imports",
-        "With a star import, neither readers nor rules see which names are imported.",
-        no_star_imports,
-    ),
-    Rule(
-        "suppressions_give_a_reason",
         "A silenced check is a decision. Without its code, the comment also silences the next defect. Without a reason "
         "for it, nobody can remove it.",
         suppressions_give_a_reason,

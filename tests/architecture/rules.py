@@ -27,11 +27,15 @@ class Violation:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named check and the reason for it."""
+    """A check and the reason for it."""
 
-    name: str
     reason: str
     check: Callable[[SourceTree], Iterator[Violation]]
+
+    @property
+    def name(self) -> str:
+        """Name of the check."""
+        return self.check.__name__
 
 
 @dataclass(frozen=True)
@@ -232,66 +236,55 @@ def _way_back(arrows: dict[str, list[str]], start: str) -> list[str]:
 
 IMPORT_RULES = (
     Rule(
-        "every_module_has_a_layer",
         "A package without a layer has no rules. Give each new package a layer in LAYERS.",
         every_module_has_a_layer,
     ),
     Rule(
-        "arrows_point_down",
         "A lower layer must not depend on its users, so that it can be understood, tested and replaced alone. Imports "
         "inside functions and under TYPE_CHECKING count, too. Pass a value or a callback down instead.",
         arrows_point_down,
     ),
     Rule(
-        "siblings_do_not_import",
         "Packages on one layer share formats and interfaces, but no code. Move code that two of them need to a lower "
         "layer.",
         siblings_do_not_import,
     ),
     Rule(
-        "lowest_layer",
         "All packages import errors, types and events. If these imported an engine, importing an error class would "
         "load the engine.",
         lowest_layer,
     ),
     Rule(
-        "no_import_of_the_public_interface",
         "asymcheck/__init__.pyi names objects of every package. An import from there hides the real dependency from "
         "the rules about layers.",
         no_import_of_the_public_interface,
     ),
     Rule(
-        "format_is_pure",
         "The format layer is SPEC.md in code: bytes to values and back. Without I/O, clock, threads and torch, it can "
         "be fuzzed, and compared with vectors and the specification.",
         format_is_pure,
     ),
     Rule(
-        "storage_and_policies_know_no_torch",
         "A tier moves bytes, and a policy compares numbers. Only the GPU staging buffer and the pinned ring have "
         "memory that torch must see.",
         storage_and_policies_know_no_torch,
     ),
     Rule(
-        "one_importer_each",
         "An engine with one importer can be limited, checked and replaced in one module. LMDB's unchecked pages and "
         "Arrow's unvalidated buffers are examples.",
         one_importer_each,
     ),
     Rule(
-        "shipped_code_stands_alone",
         "tools, tests, benchmarks and format_spec are not in the wheel. Such an import works in the repository, but "
         "not in an installation.",
         shipped_code_stands_alone,
     ),
     Rule(
-        "the_reference_reader_is_independent",
         "format_spec shows that SPEC.md alone is enough to read a store. A reader that imports the library would only "
         "show that the library agrees with itself.",
         the_reference_reader_is_independent,
     ),
     Rule(
-        "no_cycles",
         "Modules in a cycle can only be read, tested and changed together. Imports inside functions and under "
         "TYPE_CHECKING count, because they only hide a cycle.",
         no_cycles,

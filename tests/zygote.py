@@ -1,6 +1,7 @@
 """Fork many processes from one that has imported torch.
 
-A child opens its stores itself, like a separate process, and only the time of the imports is saved.
+A child opens its stores itself, like a separate process, and only the time of the imports is saved. A child may die: a
+damaged catalog can kill the process that maps it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 PATIENCE_S = 60.0
@@ -67,6 +69,34 @@ class Child:
         """Wait, and fail unless SIGKILL ended the child."""
         status = self.wait()
         assert status == -signal.SIGKILL, f"child ended with {status}:\n{self.output.read_text()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """End of a call in a child."""
+
+    value: Any
+    """Returned value of the function, through JSON; None if it did not return."""
+    error: str
+    """Traceback of the exception that ended the function; empty if there was none."""
+    signal: int
+    """Signal that killed the child; 0 if there was none."""
+    timed_out: bool
+    """Whether the child was killed by the timeout."""
+    stderr: str
+    """End of the standard error, for instance a failed assertion of a C library."""
+
+    @property
+    def returned(self) -> bool:
+        """Whether the function returned."""
+        return not (self.error or self.signal or self.timed_out)
+
+    def __str__(self) -> str:
+        if self.timed_out:
+            return f"timed out {self.stderr}"
+        if self.signal:
+            return f"killed by {signal.Signals(self.signal).name} {self.stderr}"
+        return self.error or f"returned {self.value!r}"
 
 
 class Zygote:
@@ -132,6 +162,25 @@ class Zygote:
         status = self._start(output, run_source, arguments, errors).wait()
         return subprocess.CompletedProcess([], status, output.read_text(), errors.read_text())
 
+    def call(self, function: str, timeout_s: float = PATIENCE_S, **arguments: object) -> Outcome:
+        """Call ``package.module:name`` with JSON arguments in a new process, which may die."""
+        # Import in the parent, once for all children.
+        self.ask(do="import", module=function.partition(":")[0])
+        self._number += 1
+        output, errors, answer = (self._folder / f"call-{self._number}.{kind}" for kind in ("out", "err", "json"))
+        job = {"function": function, "arguments": arguments, "answer": str(answer)}
+        child = self._start(output, run_function, job, errors)
+        timed_out = not child.has_ended(timeout_s)
+        if timed_out:
+            child.kill()
+        status = child.wait()
+        text = answer.read_text() if answer.exists() else ""
+        sent = json.loads(text) if text.endswith("\n") else {"value": None, "error": ""}
+        if status >= 0 and not text:
+            sent["error"] = f"the child ended with status {status} and no answer"
+        stderr = errors.read_text(errors="replace")[-600:].strip()
+        return Outcome(**sent, signal=max(-status, 0), timed_out=timed_out, stderr=stderr)
+
     def _start(
         self, output: Path, function: Callable[..., None], arguments: dict[str, object], errors: Path | None = None
     ) -> Child:
@@ -184,6 +233,16 @@ def run_source(source: str, words: list[str]) -> None:
     exec(compile(source, "<string>", "exec"), vars(program))  # noqa: S102 - a script of a test
 
 
+def run_function(function: str, arguments: dict[str, object], answer: str) -> None:
+    """Call ``package.module:name``, and write its value or its traceback as a line of JSON."""
+    module, _, name = function.partition(":")
+    try:
+        sent = {"value": getattr(importlib.import_module(module), name)(**arguments), "error": ""}
+    except BaseException:  # noqa: BLE001 - whatever it is, the test is told
+        sent = {"value": None, "error": traceback.format_exc()}
+    Path(answer).write_text(json.dumps(sent) + "\n")
+
+
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     # Output of imported modules must not mix with the answers.
@@ -193,6 +252,8 @@ def _serve() -> None:
     importlib.import_module("torch").set_num_threads(1)
     # The first optimizer of a process imports this module, which takes a second.
     importlib.import_module("torch._dynamo")
+    # Arrow looks up its functions at their first use, which takes longer than many children.
+    importlib.import_module("pyarrow").table({"a": [1]}).group_by("a", use_threads=False).aggregate([("a", "min")])
     alive: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
@@ -200,6 +261,9 @@ def _serve() -> None:
             pid = _fork(request)
             alive.add(pid)
             reply = {"pid": pid}
+        elif request["do"] == "import":
+            importlib.import_module(request["module"])
+            reply = {}
         else:
             alive.discard(request["pid"])
             _, status = os.waitpid(request["pid"], 0)

@@ -25,7 +25,7 @@ from asymcheck.store import Store
 from tests.damage.catalog_child import CONFIG, check, saved_and_kept, state, use
 from tests.damage.flips import flip
 from tests.damage.small_store import same
-from tests.damage.zygote import Zygote
+from tests.zygote import Zygote
 
 TENSORS = 8
 MODULE = "tests.damage.catalog_child"
@@ -37,7 +37,7 @@ STARTS = 2
 
 def _build(zygote: Zygote, path: Path, variant: str, tensors: int = TENSORS) -> bytes:
     """Create a store with a variant of the catalog; return the content of the catalog."""
-    zygote.run(
+    zygote.call(
         f"{MODULE}:build",
         path=str(path),
         tensors=tensors,
@@ -62,7 +62,7 @@ def _use_each(zygote: Zygote, paths: list[Path], step: int, tensors: int) -> dic
     ends = {}
     left = list(paths)
     while left:
-        outcome = zygote.run(
+        outcome = zygote.call(
             f"{MODULE}:use_each", paths=list(map(str, left)), tensors=tensors, step=step, timeout_s=120
         )
         survived = [path for path in left if (path / "result.tmp").exists()]

@@ -13,7 +13,7 @@ from asymcheck import RngState
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.store import Store
 from tests.damage.small_store import CONFIG, same
-from tests.damage.zygote import Zygote
+from tests.zygote import Zygote
 
 
 class PoisonedError(BaseException):
@@ -93,7 +93,7 @@ def test_nothing_is_unpickled(zygote: Zygote, tmp_path: Path) -> None:
         store.save(_everything(), step=1)
         Checkpointer(store, {"model": _model(), "rng": RngState()}, run="training", every=1, keep=None).save(1)
     (path / "catalog" / "data.mdb").unlink()
-    outcome = zygote.run("tests.damage.test_no_pickle:load_with_poison", path=str(path))
+    outcome = zygote.call("tests.damage.test_no_pickle:load_with_poison", path=str(path))
     assert outcome.value == ["poison works", "poison works", "loaded"], str(outcome)
 
 

@@ -14,8 +14,9 @@ from asymcheck.config import CATALOG_READERS_MAX, StoreConfig
 from asymcheck.errors import AsymcheckError, LockTimeoutError, StorageError
 from asymcheck.storage.nvme import pack_reader
 from asymcheck.store import Store
+from tests.damage.memory_limit import limit_memory
 from tests.damage.small_store import CONFIG, make_store, small_state
-from tests.damage.zygote import Zygote, limit_memory
+from tests.zygote import Zygote
 
 _ID = "0123456789abcdef"
 FILES = [
@@ -63,7 +64,7 @@ def test_no_call_reads_a_pipe_or_device(
     path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
     replace(path)
-    outcome = zygote.run("tests.damage.test_special_files:use", timeout_s=60.0, path=str(store))
+    outcome = zygote.call("tests.damage.test_special_files:use", timeout_s=60.0, path=str(store))
     assert outcome.returned, str(outcome)
     assert (f"{path}: it is neither a file nor a directory; remove it" in "\n".join(outcome.value)) == (name in FILES)
 
@@ -80,7 +81,7 @@ def test_sparse_manifest_costs_no_memory(zygote: Zygote, tmp_path: Path) -> None
     make_store(tmp_path / "store", steps=2)
     newest = max((tmp_path / "store" / "manifests").glob("*/*/*.manifest"))
     os.truncate(newest, 1 << 40)
-    outcome = zygote.run("tests.damage.test_special_files:verify_with_little_memory", path=str(tmp_path / "store"))
+    outcome = zygote.call("tests.damage.test_special_files:verify_with_little_memory", path=str(tmp_path / "store"))
     assert outcome.returned, str(outcome)
     assert "the file has more than 1073741824 bytes" in outcome.value[0]
     assert outcome.value[-1] == "1"

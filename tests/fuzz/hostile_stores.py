@@ -16,7 +16,7 @@ from asymcheck.format.tree import Node
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.store import Store
 from asymcheck.types import PackId
-from tests.damage.zygote import limit_memory, unlimit_memory
+from tests.damage.memory_limit import limit_memory, unlimit_memory
 from tools.manifest_files import encode_manifest
 
 CONFIG = StoreConfig(catalog_map_bytes=1 << 24, slots=1)

@@ -11,9 +11,9 @@ from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.tree import Node
 from asymcheck.fsck.verify import Severity
 from asymcheck.types import PackId, Part
-from tests.damage.zygote import Zygote
 from tests.fuzz.hostile_stores import PACK_ID, STATE, new_store, put_manifest
 from tests.fuzz.manifests import row
+from tests.zygote import Zygote
 
 ROW: Node = ["T", 0]
 
@@ -133,7 +133,7 @@ def test_a_pack_that_claims_more_than_its_file_has_costs_no_memory(zygote: Zygot
     """Test an index of 256 MiB and offsets beyond 2^63, in a file of 68 KiB, with 16 MiB of memory."""
     with new_store(tmp_path / "store"):
         pass
-    outcome = zygote.run("tests.fuzz.hostile_stores:open_large_claims", path=str(tmp_path / "store"))
+    outcome = zygote.call("tests.fuzz.hostile_stores:open_large_claims", path=str(tmp_path / "store"))
     assert outcome.returned, str(outcome)
     assert len(outcome.value) == 6
     for refused in outcome.value:

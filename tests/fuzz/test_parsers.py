@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.damage.zygote import Zygote
 from tests.fuzz.targets import TARGETS
+from tests.zygote import Zygote
 
 COUNTS = {
     "frame header": 7_500,
@@ -44,7 +44,7 @@ MEANT = {
 def _fuzz(zygote: Zygote, name: str, seed: int, count: int, scratch: Path) -> None:
     progress = scratch / "progress"
     progress.write_bytes(bytes(8))
-    outcome = zygote.run("tests.fuzz.worker:run", 3600, name=name, seed=seed, count=count, progress=str(progress))
+    outcome = zygote.call("tests.fuzz.worker:run", 3600, name=name, seed=seed, count=count, progress=str(progress))
     reached = int.from_bytes(progress.read_bytes(), "little")
     assert outcome.returned, f"input {reached} of seed {seed}: {outcome}"
     assert not outcome.value["problems"], "\n".join(outcome.value["problems"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from asymcheck.errors import FormatError
-from tests.damage.zygote import limit_memory, unlimit_memory
+from tests.damage.memory_limit import limit_memory, unlimit_memory
 from tests.fuzz import mutate
 from tests.fuzz.hostile_manifests import FAMILIES, PERHAPS
 from tests.fuzz.targets import TARGETS, RefusedError, Target

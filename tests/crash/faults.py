@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
-from asymcheck.storage.local_files import FILE_MODE, Files, translated
+from asymcheck.storage.local_files import Files, translated
 from asymcheck.storage.nvme.catalog import Transaction
 
 CHANGES = (
@@ -57,75 +58,21 @@ class WatchedFiles(Files):
         """Call ``before`` for every operation. If it raises, the operation does not happen."""
         self._before = before
 
-    def open_new(self, path: Path, mode: int = FILE_MODE) -> int:
-        """Notify, then create."""
-        self._before("open_new", path)
-        return super().open_new(path, mode)
 
-    def open_existing(self, path: Path) -> int:
-        """Notify, then open."""
-        self._before("open_existing", path)
-        return super().open_existing(path)
+def _watched(name: str) -> Callable[..., object]:
+    """Return an operation that notifies with its path: its own, the source of a rename, or the target of a link."""
+    parameters = list(inspect.signature(getattr(Files, name)).parameters)
+    at = parameters.index("target" if name == "link" else "source" if name == "rename" else "path") - 1
 
-    def open_read(self, path: Path) -> int:
-        """Notify, then open."""
-        self._before("open_read", path)
-        return super().open_read(path)
+    def method(self: WatchedFiles, *arguments: object) -> object:
+        self._before(name, cast(Path, arguments[at]))
+        return getattr(super(WatchedFiles, self), name)(*arguments)
 
-    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Notify, then write."""
-        self._before("pwrite", path)
-        super().pwrite(descriptor, buffers, offset, path)
+    return method
 
-    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Notify, then read."""
-        self._before("pread", path)
-        return super().pread(descriptor, buffers, offset, path)
 
-    def sync(self, descriptor: int, path: Path) -> None:
-        """Notify, then sync."""
-        self._before("sync", path)
-        super().sync(descriptor, path)
-
-    def sync_directory(self, path: Path) -> None:
-        """Notify, then sync."""
-        self._before("sync_directory", path)
-        super().sync_directory(path)
-
-    def truncate(self, descriptor: int, length: int, path: Path) -> None:
-        """Notify, then truncate."""
-        self._before("truncate", path)
-        super().truncate(descriptor, length, path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Notify, then rename."""
-        self._before("rename", source)
-        super().rename(source, target)
-
-    def link(self, source: Path, target: Path) -> bool:
-        """Notify, then link."""
-        self._before("link", target)
-        return super().link(source, target)
-
-    def unlink(self, path: Path) -> None:
-        """Notify, then unlink."""
-        self._before("unlink", path)
-        super().unlink(path)
-
-    def make_directory(self, path: Path) -> bool:
-        """Notify, then create."""
-        self._before("make_directory", path)
-        return super().make_directory(path)
-
-    def remove_directory(self, path: Path) -> bool:
-        """Notify, then remove."""
-        self._before("remove_directory", path)
-        return super().remove_directory(path)
-
-    def list(self, path: Path) -> list[str]:
-        """Notify, then list."""
-        self._before("list", path)
-        return super().list(path)
+for _name in (*CHANGES, *LOOKS):
+    setattr(WatchedFiles, _name, _watched(_name))
 
 
 class Counter:

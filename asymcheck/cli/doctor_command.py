@@ -33,14 +33,16 @@ _PACK_BYTES_MAX: Final = 4 << 30
 @click.option("--quick", is_flag=True, help="Measure for about 1 s instead of 10 s.")
 @click.option(
     "--mtbf",
+    metavar="TIME",
     default="1d",
     show_default=True,
-    callback=parse_duration,
+    type=parse_duration,
     help="Mean time between failures, for example 90min, 3h or 2d.",
 )
 @click.option(
     "--state-size",
-    callback=parse_size,
+    metavar="SIZE",
+    type=parse_size,
     help="Size of one checkpoint, for example 1.5GB [default: size of the newest checkpoint].",
 )
 @ring_folder_option

@@ -34,7 +34,7 @@ _ITEMS_SHOWN = 5
 @click.option(
     "--step",
     metavar="STEP",
-    callback=parse_checkpoint,
+    type=parse_checkpoint,
     help="List the tensors of this step; save:DIGITS selects one save of a step, and best:METRIC the best step.",
 )
 @click.option("--tensors", "pattern", help="List the tensors whose names match this glob, for example 'model.*'.")

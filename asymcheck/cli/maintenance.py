@@ -43,12 +43,10 @@ from asymcheck.types import Checkpoint
 @click.option(
     "--keep-best",
     metavar="METRIC:N[:max]",
-    callback=parse_best,
+    type=parse_best,
     help="Keep the N checkpoints with the lowest (:max: highest) METRIC.",
 )
-@click.option(
-    "--keep-for", metavar="AGE", callback=parse_age, help="Keep checkpoints younger than AGE, for example 7d."
-)
+@click.option("--keep-for", metavar="AGE", type=parse_age, help="Keep checkpoints younger than AGE, for example 7d.")
 @click.option("--drop-abandoned", is_flag=True, help="Delete abandoned checkpoints unless --keep-for keeps them.")
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to which the --keep rules apply.")
 @click.option(
@@ -148,7 +146,7 @@ def _summary(done: Collected, *, dry_run: bool) -> str:
 
 @command("Delete the checkpoints of a step.")
 @store_argument
-@click.argument("step", callback=parse_checkpoint)
+@click.argument("step", type=parse_checkpoint)
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoints.")
 @click.option("--generation", type=int, help="Delete only in this generation [default: all generations].")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")

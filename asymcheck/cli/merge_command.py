@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from asymcheck.merging.search import Searched
 
 
-def _parse_weights(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+def _parse_weights(text: str) -> tuple[float, ...]:
     try:
-        return None if text is None else tuple(float(word) for word in text.split(","))
+        return tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise click.BadParameter(f"{text!r}: give numbers separated by commas, such as 1,2,3") from error
 
 
-def _parse_names(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int | str]:
-    return [] if text is None else [_parse_name(ctx, param, word.strip()) for word in text.split(",")]
+def _parse_names(text: str) -> list[int | str]:
+    return [_parse_name(word.strip()) for word in text.split(",")]
 
 
-def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
+def _parse_name(text: str) -> int | str:
     """Parse a step, ``save:DIGITS`` or ``best:METRIC``, alone or after ``RUN@``."""
     run, at, name = text.rpartition("@")
-    parsed = parse_checkpoint(ctx, param, name)
-    return f"{run}@{parsed}" if at else parsed or 0
+    parsed = parse_checkpoint(name)
+    return f"{run}@{parsed}" if at else parsed
 
 
 @command("Merge the weights of checkpoints into a new checkpoint.")
 @store_argument
-@click.option("--steps", callback=_parse_names, default=None, metavar="STEP,STEP,…", help="Checkpoints, oldest first.")
-@click.option("--last", type=click.IntRange(min=1), default=None, help="Merge this many newest checkpoints of the run.")
+@click.option("--steps", type=_parse_names, metavar="STEP,STEP,…", help="Checkpoints, oldest first.")
+@click.option("--last", type=click.IntRange(min=1), help="Merge this many newest checkpoints of the run.")
 @click.option(
     "--and",
     "others",
@@ -53,13 +53,9 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 )
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the steps without RUN@.")
 @click.option("--method", type=click.Choice(METHODS), default="mean", show_default=True, help="Formula of the merge.")
-@click.option(
-    "--weights", callback=_parse_weights, default=None, metavar="W,W,…", help="One weight for each checkpoint."
-)
-@click.option(
-    "--base", default=None, metavar="STEP", help="Checkpoint from which the others were trained (ties, dare)."
-)
-@click.option("--base-store", default=None, metavar="LOCATION", help="Store of the base [default: STORE].")
+@click.option("--weights", type=_parse_weights, metavar="W,W,…", help="One weight for each checkpoint.")
+@click.option("--base", metavar="STEP", help="Checkpoint from which the others were trained (ties, dare).")
+@click.option("--base-store", metavar="LOCATION", help="Store of the base [default: STORE].")
 @click.option("--alpha", type=float, default=0.2, show_default=True, help="Share of each newer checkpoint (ema).")
 @click.option(
     "--schedule", type=click.Choice(SCHEDULES), default="1-sqrt", show_default=True, help="Decay to emulate (wsm)."
@@ -68,15 +64,11 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 @click.option("--density", type=float, default=0.5, show_default=True, help="Share of kept elements (ties, dare).")
 @click.option("--scale", type=float, default=1.0, show_default=True, help="Factor of the differences (ties, dare).")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random masks (dare).")
-@click.option(
-    "--tensors", default=None, help="Merge the tensors that match this glob [default: all but optimizer state]."
-)
+@click.option("--tensors", help="Merge the tensors that match this glob [default: all but optimizer state].")
 @click.option("--to-run", default="merged", show_default=True, help="Run of the result.")
-@click.option("--to-step", type=int, default=None, help="Step of the result [default: that of the last checkpoint].")
+@click.option("--to-step", type=int, help="Step of the result [default: that of the last checkpoint].")
 @click.option("--search", is_flag=True, help="Search for the settings of the best merge (needs optuna).")
-@click.option(
-    "--evaluate", default=None, metavar="COMMAND", help="For --search: command with {folder} that prints a number."
-)
+@click.option("--evaluate", metavar="COMMAND", help="For --search: command with {folder} that prints a number.")
 @click.option(
     "--trials", type=click.IntRange(min=1), default=20, show_default=True, help="Trials of the search in total."
 )
@@ -92,12 +84,11 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 @click.option(
     "--files-from",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=None,
     help="Copy small files (config.json, tokenizer …) from this model folder to {folder}.",
 )
 def merge(
     store: str,
-    steps: list[int | str],
+    steps: list[int | str] | None,
     last: int | None,
     others: Sequence[tuple[str, str]],
     run: str,
@@ -156,7 +147,7 @@ def merge(
 
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_existing(store))
-        sources: list[int | str | SourceName] = [*_newest(opened, run, last), *steps]
+        sources: list[int | str | SourceName] = [*_newest(opened, run, last), *(steps or [])]
         for location, name in others:
             other = stack.enter_context(Store.open(location, read_only=True))
             sources.append(SourceName(other, name))

@@ -112,10 +112,8 @@ def ring_options(command: _F) -> _F:
     )
 
 
-def parse_checkpoint(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
+def parse_checkpoint(text: str) -> int | str:
     """Parse a step, ``save:DIGITS`` for one save of a step, or ``best:METRIC``."""
-    if text is None:
-        return None
     try:
         return parse_which(text)
     except InvalidInputError as error:
@@ -125,16 +123,14 @@ def parse_checkpoint(_ctx: click.Context, _param: click.Parameter, text: str | N
 step_option = click.option(
     "--step",
     metavar="STEP",
-    callback=parse_checkpoint,
+    type=parse_checkpoint,
     help="Checkpoint to use: a step, save:DIGITS for one save of a step, or best:METRIC for the lowest value of this "
     "metric (best:METRIC:max: the highest) [default: newest consistent checkpoint].",
 )
 
 
-def parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+def parse_size(text: str) -> int:
     """Parse a size in bytes: ``200000``, ``200KB`` (powers of 1000) or ``200KiB`` (powers of 1024)."""
-    if text is None:
-        return None
     match = _SIZE.match(text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a size; give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
@@ -147,7 +143,7 @@ def parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -
     return count
 
 
-def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
+def parse_duration(text: str) -> float:
     """Parse a duration in seconds: ``90``, ``90s``, ``30min``, ``3.5h`` or ``2d``."""
     match = _DURATION.match(text)
     seconds = 0.0 if match is None else float(match[1]) * _SECONDS[match[2]]
@@ -156,20 +152,16 @@ def parse_duration(_ctx: click.Context, _param: click.Parameter, text: str) -> f
     return seconds
 
 
-def parse_best(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Best | None:
+def parse_best(text: str) -> Best:
     """Parse metric, count and direction: ``loss:3`` or ``accuracy:1:max``."""
-    if text is None:
-        return None
     match = _BEST.match(text)
     if match is None or int(match[2]) < 1:
         raise click.BadParameter(f"{text!r}: give a metric and a count, such as loss:3 or accuracy:1:max")
     return match[1], int(match[2]), "max" if match[3] == "max" else "min"
 
 
-def parse_age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> timedelta | None:
+def parse_age(text: str) -> timedelta:
     """Parse an age: ``12h``, ``7d`` or ``2w``."""
-    if text is None:
-        return None
     match = _AGE.match(text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a duration; give a number with s, min, h, d or w, such as 7d")

@@ -48,7 +48,8 @@ follow_option = click.option(
 poll_option = click.option(
     "--poll",
     "poll_s",
-    callback=parse_duration,
+    metavar="TIME",
+    type=parse_duration,
     default="1s",
     show_default=True,
     help="With --follow: time between two checks.",
@@ -59,7 +60,7 @@ poll_option = click.option(
 @store_argument
 @click.option("--to", "location", required=True, help="Directory or URI of the releases; created if missing.")
 @click.option("--tensors", default="model.*", show_default=True, help="Publish tensors whose name matches this glob.")
-@click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Cast floating-point tensors to this dtype.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Cast floating-point tensors to this dtype.")
 @step_option
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
 @click.option("--full-every", type=int, default=8, show_default=True, help="Make one of this many releases full.")
@@ -170,7 +171,7 @@ def _show_release(document: Document) -> None:
 @command("Write the newest release of weights to a file.")
 @click.argument("location")
 @target_option
-@click.option("--part", default=None, help="Write only this part, for example 'model', without the prefix in names.")
+@click.option("--part", help="Write only this part, for example 'model', without the prefix in names.")
 @follow_option
 @poll_option
 def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_s: float) -> Report:

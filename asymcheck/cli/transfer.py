@@ -58,7 +58,7 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--every", type=int, help="With --follow: push steps that are multiples of this.")
 @click.option("--create", is_flag=True, help="Create a location that was emptied since an earlier push.")
-@click.option("--limit-rate", metavar="SIZE", callback=parse_size, help="Send at most SIZE per second, such as 50MB.")
+@click.option("--limit-rate", metavar="SIZE", type=parse_size, help="Send at most SIZE per second, such as 50MB.")
 def push(
     store: str,
     location: str,
@@ -254,7 +254,7 @@ def _show_total(done: Moved, verb: str) -> None:
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
-    callback=parse_size,
+    type=parse_size,
     help="Maximum size of one file in a model folder, for example 200MB or 2GiB [default: 5GB].",
 )
 @click.option(

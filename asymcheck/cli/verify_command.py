@@ -32,10 +32,8 @@ _SHARD = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
 _SAME = {"store_id": "stores", "count": "numbers of shards", "run": "runs", "step": "steps", "deep": "depths (--deep)"}
 
 
-def _parse_shard(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Shard | None:
+def _parse_shard(text: str) -> Shard:
     """Parse a shard: ``0/7`` to ``6/7``."""
-    if text is None:
-        return None
     match = _SHARD.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise click.BadParameter(f"{text!r}: give I/N with I from 0 to N-1, such as 0/7 to 6/7")
@@ -51,7 +49,7 @@ def _parse_shard(_ctx: click.Context, _param: click.Parameter, text: str | None)
 @click.option(
     "--deep", is_flag=True, help="For a remote location: also read every frame. Local frames are always read."
 )
-@click.option("--shard", metavar="I/N", callback=_parse_shard, help="Check only shard I of N, from 0/N to N-1/N.")
+@click.option("--shard", metavar="I/N", type=_parse_shard, help="Check only shard I of N, from 0/N to N-1/N.")
 @click.option("--on", type=click.Choice(["ray"]), help="Check in shards, as tasks on a Ray cluster.")
 @click.option("--shards", type=click.IntRange(1, 99_999), help="With --on: number of shards [default: the CPUs].")
 def verify(

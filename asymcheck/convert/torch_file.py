@@ -28,12 +28,7 @@ import torch
 from asymcheck.convert.part import keep_parts
 from asymcheck.convert.restricted_pickle import load_pickle, objects_max
 from asymcheck.convert.source_file import SourceFile, first_line, refused
-from asymcheck.errors import (
-    ForeignFileError,
-    StructureError,
-    TruncatedError,
-    listed,
-)
+from asymcheck.errors import ForeignFileError, StructureError, TruncatedError, listed
 from asymcheck.format.tree import join_name
 from asymcheck.restore.state_template import map_leaves
 from asymcheck.state.dtypes import TORCH_NAMES
@@ -70,7 +65,7 @@ TORCH_MARKS: Final = (_LOCAL_MAGIC, _PICKLE_MARK)
 """First bytes of files of ``torch.save``."""
 # Raised for files that were cut short or damaged.
 _DAMAGE_ERRORS = (EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error, TruncatedError)
-_LOAD_ERRORS = (*(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StructureError),)
+_LOAD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StructureError)
 
 
 class _StandIn:
@@ -343,9 +338,6 @@ class _RangedFile(io.RawIOBase):
             self._file.read(self._start + self._at, target)
         self._at += len(target)
         return len(target)
-
-    def readall(self) -> bytes:
-        return self.read(max(0, self._size - self._at)) or b""
 
 
 class Archive:

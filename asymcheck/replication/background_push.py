@@ -36,14 +36,7 @@ from asymcheck.gc.retention_runner import MaintenanceThread
 from asymcheck.policies.push_selection import due, held
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
-from asymcheck.replication.push_status import (
-    Failure,
-    Mailbox,
-    PushJob,
-    PushRequest,
-    PushStatus,
-    encoded,
-)
+from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, encoded
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.storage.interfaces import ReadTier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from asymcheck.config import CaptureConfig
 from asymcheck.errors import CaptureWarning
 from tests.checkpointer.cases import CASES, STEPS, compiled, many_tensors
 from tests.checkpointer.loops import (
-    CONFIG,
     Loop,
     assert_every_step_is_right,
     copy_late,
@@ -24,13 +23,6 @@ from tests.checkpointer.optimizers import WIDTH, batch
 
 # Some optimizers skip some steps, so all tensors equal those of the previous step.
 pytestmark = pytest.mark.filterwarnings("ignore::asymcheck.errors.StaleStateWarning")
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store with small partitions."""
-    with Store.open(store_path, config=CONFIG, create=True) as opened:
-        yield opened
 
 
 @pytest.fixture(params=["early", "late"])

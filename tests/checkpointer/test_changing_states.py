@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AbandonedCheckpointsWarning, CaptureWarning, CheckpointNotFoundError
-from tests.checkpointer.loops import CONFIG, copy_late, copy_of, folder_for_rings
+from tests.checkpointer.loops import copy_late, copy_of, folder_for_rings
 from tests.store.equality import assert_same
 
 CAPTURES, CAPTURES_LONG = 8, 200
@@ -127,13 +127,6 @@ LOOPS: dict[str, Callable[[Net], Between]] = {
 def config(tmp_path: Path) -> CaptureConfig:
     """Return the default configuration, with rings in a temporary folder."""
     return CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)))
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store with small partitions."""
-    with Store.open(store_path, config=CONFIG, create=True) as opened:
-        yield opened
 
 
 def _assert_none_is_torn(store: Store, expected: dict[int, object], lost_max: int = LOST_MAX) -> None:

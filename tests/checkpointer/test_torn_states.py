@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError, LostCheckpointWarning, TornCaptureError
 from asymcheck.state import leaves
 from tests.checkpointer.loops import (
-    CONFIG,
     Loop,
     assert_stored,
     copy_late,
@@ -28,13 +27,6 @@ from tests.checkpointer.loops import (
 
 Mutation = Callable[[torch.nn.Linear, torch.optim.AdamW], object]
 TORN_STEP = 2
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store with small partitions."""
-    with Store.open(store_path, config=CONFIG, create=True) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,6 @@ from tests.store.equality import assert_same
 
 CHANGED = "changed while it was read"
 NUMBERS = torch.arange(100_000, dtype=torch.float32)
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with Store.open(store_path, create=True) as opened:
-        yield opened
 
 
 def _safetensors(folder: Path) -> tuple[Path, Path]:

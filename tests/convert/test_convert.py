@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,11 @@ from safetensors import safe_open
 from asymcheck import RngState, Store
 from asymcheck.convert.convert import Output, export_checkpoint, foreign_state
 from asymcheck.convert.part import TIED
-from asymcheck.errors import (
-    ForeignFileError,
-    InvalidInputError,
-    OutOfSpaceError,
-    StorageError,
-)
+from asymcheck.errors import ForeignFileError, InvalidInputError, OutOfSpaceError, StorageError
 from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
 
 BIG = 600_000
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with Store.open(store_path, create=True) as opened:
-        yield opened
 
 
 def _state() -> dict[str, Any]:

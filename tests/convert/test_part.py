@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import InvalidInputError
 from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with Store.open(store_path, create=True) as opened:
-        yield opened
 
 
 def _folder(tmp_path: Path) -> Path:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from tests.store.equality import assert_same
 
 PICKLE = "data.pkl"
 Change = Callable[[str, bytes], bytes]
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with Store.open(store_path, create=True) as opened:
-        yield opened
 
 
 def example() -> dict[str, Any]:

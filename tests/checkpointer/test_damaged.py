@@ -20,6 +20,7 @@ from asymcheck.errors import (
     StateDifferenceWarning,
 )
 from asymcheck.restore import frame_reader
+from tests.damage.flips import flip
 
 
 @pytest.fixture
@@ -41,16 +42,14 @@ def _save_random(checkpointer: Checkpointer, steps: range) -> None:
         checkpointer.save(step)
 
 
-def _flip(path: Path) -> None:
+def _damage(path: Path) -> None:
     """Damage the payload of the first frame of a pack."""
-    data = bytearray(path.read_bytes())
-    (start,) = struct.unpack_from("<I", data, 4096 + 72)
-    data[4096 + start + 10] ^= 1
-    path.write_bytes(data)
+    (start,) = struct.unpack_from("<I", path.read_bytes(), 4096 + 72)
+    flip(path, 8 * (4096 + start + 10))
 
 
 def _flip_newest(store: Store) -> None:
-    _flip(max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns))
+    _damage(max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns))
 
 
 @pytest.mark.parametrize("compression", ["off", "smallest"])
@@ -132,7 +131,7 @@ def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) 
     checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
     _save_random(checkpointer, range(2))
     for path in (store.path / "packs").iterdir():
-        _flip(path)
+        _damage(path)
     with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
         Checkpointer(store, _two_large_tensors(), every=1, keep=None).restore()
     assert [c.on_line for c in store.checkpoints()] == [True, True]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import asymcheck
 from tests.cli.conftest import Outcome
+from tests.damage.flips import flip
 
 Call = Callable[..., Outcome]
 
@@ -55,9 +56,7 @@ def test_a_lost_pack_costs_checkpoints(call: Call, store: Path) -> None:
 def test_a_damaged_index_costs_none(call: Call, store: Path) -> None:
     """Test status 6, because a scan finds the frames."""
     path = max((store / "packs").iterdir(), key=lambda path: path.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
+    flip(path, 8 * 20)
     outcome = call("du", store)
     assert outcome.status == 6
     assert "1 pack with a damaged header or index; gc keeps them" in outcome.out

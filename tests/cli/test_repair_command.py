@@ -13,15 +13,16 @@ import asymcheck
 from asymcheck.cli import exit_status
 from asymcheck.errors import InconsistentCheckpointError
 from tests.cli.conftest import Outcome
-from tests.cli.test_verify_command import flip, largest_pack
+from tests.cli.test_verify_command import largest_pack
+from tests.damage.flips import flip
 
 Call = Callable[..., Outcome]
 
 
 def test_all_is_repaired(call: Call, store: Path) -> None:
     """Test findings, repairs and status 0; a second repair finds nothing."""
-    flip(store / "asymcheck.store", 20)
-    flip(largest_pack(store), 40)
+    flip(store / "asymcheck.store", 8 * 20)
+    flip(largest_pack(store), 8 * 40)
     assert call("verify", store).status == exit_status.WARNINGS
     outcome = call("verify", store, "--repair")
     assert outcome.status == exit_status.OK
@@ -37,7 +38,7 @@ def test_all_is_repaired(call: Call, store: Path) -> None:
 
 def test_unrepaired_damage(call: Call, store: Path) -> None:
     """Test a lost partition with its checkpoints and remedies, status 1, and the JSON output."""
-    flip(largest_pack(store), 4096 + 300)
+    flip(largest_pack(store), 8 * (4096 + 300))
     outcome = call("verify", store, "--repair")
     assert outcome.status == exit_status.DAMAGED
     assert outcome.out.count("\nremaining: ") == outcome.out.count("\n    remedy: ") == 3
@@ -55,7 +56,7 @@ def test_the_advised_deletion_spares_repeated_steps(call: Call, store: Path) -> 
     (manifest,) = store.glob(f"manifests/default/00000001-{30:012d}-*/*.manifest")
     with asymcheck.Store.open(store) as opened:
         opened.save({"model": {"weight": torch.ones(3)}}, step=30)  # The training has repeated the step.
-        flip(manifest, 200)
+        flip(manifest, 8 * 200)
         with pytest.raises(InconsistentCheckpointError, match="delete that checkpoint first") as refused:
             opened.gc()
     (line,) = [line for line in call("verify", store, "--repair").out.splitlines() if line.startswith("    remedy: ")]
@@ -97,7 +98,7 @@ def test_rebuild(call: Call, store: Path) -> None:
 def test_rebuild_leaves_out(call: Call, store: Path) -> None:
     """Test that a damaged pack is named with the reason, status 6, and the JSON output."""
     pack = largest_pack(store)
-    flip(pack, 40)
+    flip(pack, 8 * 40)
     outcome = call("rebuild-catalog", store)
     assert outcome.status == exit_status.WARNINGS
     assert outcome.out.startswith("skipped: ")

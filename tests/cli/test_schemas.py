@@ -17,6 +17,7 @@ from asymcheck.cli.main import commands
 from tests.cli.conftest import Outcome
 from tests.cli.rings import leave_ring
 from tests.convert.test_trainer_folder import checkpoint
+from tests.damage.flips import flip
 
 Call = Callable[..., Outcome]
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
@@ -89,9 +90,7 @@ def damage(store: Path) -> None:
     manifest.write_bytes(b"x")
     pack = max((store / "packs").iterdir(), key=lambda path: path.stat().st_size)
     for path, place in ((pack, 4096 + 300), (store / "asymcheck.store", 20)):
-        data = bytearray(path.read_bytes())
-        data[place] ^= 1
-        path.write_bytes(data)
+        flip(path, 8 * place)
 
 
 def test_every_command_has_a_schema() -> None:

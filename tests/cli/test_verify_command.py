@@ -12,17 +12,11 @@ import asymcheck
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.types import Part
 from tests.cli.conftest import Outcome
+from tests.damage.flips import flip
 
 Call = Callable[..., Outcome]
 
 FINDING_KEYS = {"kind", "severity", "invariant", "where", "message", "checkpoints", "tensors"}
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def largest_pack(store: Path) -> Path:
@@ -40,7 +34,7 @@ def test_a_sound_store(call: Call, store: Path) -> None:
 
 def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     """Test a flipped bit in a frame: status 1, with frame, tensor and lost checkpoints."""
-    flip(largest_pack(store), 4096 + 300)
+    flip(largest_pack(store), 8 * (4096 + 300))
     outcome = call("verify", store)
     assert outcome.status == 1
     assert "damaged-frame" in outcome.out
@@ -88,7 +82,7 @@ def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:
 
 def test_damage_that_costs_nothing(call: Call, store: Path) -> None:
     """Test one damaged copy of a record: status 6, because nothing is lost."""
-    flip(store / "asymcheck.store", 20)
+    flip(store / "asymcheck.store", 8 * 20)
     outcome = call("verify", store)
     assert outcome.status == 6
     assert "damaged-copy" in outcome.out
@@ -96,7 +90,7 @@ def test_damage_that_costs_nothing(call: Call, store: Path) -> None:
 
 def test_one_step_only(call: Call, store: Path) -> None:
     """Test that with --step, other damage is not searched."""
-    flip(largest_pack(store), 4096 + 300)
+    flip(largest_pack(store), 8 * (4096 + 300))
     assert call("verify", store, "--step", 25).status == 0
     assert call("verify", store, "--step", 20).status == 1
 
@@ -105,7 +99,7 @@ def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path
     """Test that the step of another run is only checked with --run."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"model": {"weight": torch.full((10_000,), 7.0)}}, step=25, run="other")
-    flip(max((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns), 4096 + 300)
+    flip(max((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns), 8 * (4096 + 300))
     outcome = call("verify", store, "--step", 25)
     assert (outcome.status, outcome.out) == (0, "1 checkpoint checked: all can be restored\n")
     assert call("verify", store, "--step", 25, "--json").json["checkpoints"] == 1

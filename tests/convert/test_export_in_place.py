@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,10 @@ from asymcheck.errors import (
     StorageError,
 )
 from asymcheck.storage.local_files import Files
+from tests.damage.flips import flip
 from tests.store.equality import assert_same
 
 BIG = 600_000
-
-
-@pytest.fixture
-def store(store_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with Store.open(store_path, create=True) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize(
@@ -115,9 +108,7 @@ def save_two_and_damage_one(store: Store) -> None:
     for step in (1, 2):
         store.save({"a": torch.full((BIG,), step)}, step=step)
     newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
-    data[-5000 if len(data) < BIG else 100_000] ^= 1
-    newest.write_bytes(data)
+    flip(newest, 8 * (-5000 if newest.stat().st_size < BIG else 100_000))
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])

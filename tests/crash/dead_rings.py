@@ -51,15 +51,6 @@ def _change_header(ring: Path, change: Callable[[RingHeader], RingHeader]) -> No
     ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
 
 
-def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Flip a bit of a file."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
-
-
 def refuse_rings(_features: Iterable[str], what: str) -> None:
     """Change every manifest in a ring to the format of a newer program."""
     if what.startswith("manifest in ring"):

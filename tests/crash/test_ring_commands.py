@@ -22,9 +22,10 @@ from asymcheck.format.ring_records import DATA_OFFSET, decode_ring_header, encod
 from asymcheck.types import PackId
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.cli.conftest import Outcome, run_command
-from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest, set_store_path
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, partition_of_newest, set_store_path
 from tests.crash.states import Journal
 from tests.crash.trainer import assert_restored, train, train_two_runs
+from tests.damage.flips import flip
 from tests.store.equality import assert_same
 from tests.zygote import Child, Zygote, wait_until
 
@@ -43,7 +44,7 @@ def damage_newest(folder: Path) -> None:
     """Flip a bit of the newest capture."""
     (ring,) = rings(folder)
     offset, length = partition_of_newest(ring)
-    flip(ring, offset + payload_offset(length) + 5)
+    flip(ring, 8 * (offset + payload_offset(length) + 5))
 
 
 @pytest.fixture

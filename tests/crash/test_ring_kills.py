@@ -23,9 +23,10 @@ from asymcheck.storage.shm import orphaned_rings
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
-from tests.crash.dead_rings import CAPTURED, DURABLE, copied, flip, kill_when_ready, partition_of_newest
+from tests.crash.dead_rings import CAPTURED, DURABLE, copied, kill_when_ready, partition_of_newest
 from tests.crash.states import Journal, fingerprint
 from tests.crash.trainer import assert_restored, config_for, newest_complete, train, train_two_runs
+from tests.damage.flips import flip
 from tests.zygote import Child, Zygote, wait_until
 
 
@@ -238,7 +239,8 @@ def test_a_damaged_partition_is_passed_over(folder: Path, where: str) -> None:
     (ring,) = rings(folder)
     offset, length = partition_of_newest(ring)
     start = payload_offset(length)
-    flip(ring, offset + {"header": 9, "payload": start + 5, "last byte": start + length - 1}[where], bit=6)
+    place = {"header": 9, "payload": start + 5, "last byte": start + length - 1}[where]
+    flip(ring, 8 * (offset + place) + 6)
     with pytest.warns(SkippedCheckpointWarning, match=r"step 4 of run 'default' in memory: partition"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
@@ -251,7 +253,8 @@ def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
     (ring,) = rings(folder)
     offset, length, _ = _newest_manifest(ring)
     payload = offset + payload_offset(length)
-    flip(ring, payload + length - 1 if where < 0 else offset + where if where < 100 else payload + 7)
+    place = payload + length - 1 if where < 0 else offset + where if where < 100 else payload + 7
+    flip(ring, 8 * place)
     with pytest.warns(SkippedCheckpointWarning, match=r"a checkpoint of run 'default' in memory"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
@@ -262,7 +265,7 @@ def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
 def test_a_damaged_entry_is_none(folder: Path, offset: int) -> None:
     """Test that a damaged entry counts as an entry that was not completely written."""
     (ring,) = rings(folder)
-    flip(ring, CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset)
+    flip(ring, 8 * (CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset))
     assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
 
@@ -283,7 +286,7 @@ def test_an_entry_of_another_capture_is_passed_over(folder: Path) -> None:
 def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None:
     """Test that the second copy of the header is read."""
     (ring,) = rings(folder)
-    flip(ring, copy + 30)
+    flip(ring, 8 * (copy + 30))
     assert_restored(folder, CAPTURED - 1)
     assert rings(folder) == []
 
@@ -291,8 +294,8 @@ def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None
 def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> None:
     """Test that the ring stays because it may have checkpoints, and that the store is restored without it."""
     (ring,) = rings(folder)
-    flip(ring, 30)
-    flip(ring, RECORD_BYTES // 2 + 30)
+    flip(ring, 8 * 30)
+    flip(ring, 8 * (RECORD_BYTES // 2 + 30))
     with pytest.warns(SkippedCheckpointWarning, match=rf"in memory: .*{ring.name}.*kept"):
         assert_restored(folder, DURABLE - 1, DURABLE - 1)
     assert rings(folder) == [ring]
@@ -308,7 +311,7 @@ def test_any_flipped_bit_leaves_a_right_state(dead: Path, tmp_path: Path) -> Non
     for number in range(25):
         folder = copied(dead, tmp_path / str(number))
         offset = dice.randrange(RECORD_BYTES + 4096 if number % 3 == 0 else end)
-        flip(rings(folder)[0], offset, dice.randrange(8))
+        flip(rings(folder)[0], 8 * offset + dice.randrange(8))
         with pytest.WarningsRecorder(_ispytest=True) as caught:
             assert_restored(folder, CAPTURED - 2)
         assert {warning.category for warning in caught} <= {SkippedCheckpointWarning}, offset

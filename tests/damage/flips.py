@@ -1,6 +1,7 @@
 """Flip bits on disk, or in read data, which is equivalent and faster."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,12 +31,13 @@ class FlippingFiles(Files):
 
 
 def flip(path: Path, bit: int) -> None:
-    """Flip one bit of a file on disk; the same call undoes the flip."""
+    """Flip one bit of a file on disk, counted from the end if negative; the same call undoes the flip."""
+    offset, bit = divmod(bit, 8)
     with path.open("r+b") as file:
-        file.seek(bit // 8)
+        place = file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
         byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
 
 
 @contextlib.contextmanager

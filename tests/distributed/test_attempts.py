@@ -22,7 +22,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format.frame import payload_offset
 from asymcheck.types import Checkpoint, Part
-from tests.crash.dead_rings import flip
+from tests.damage.flips import flip
 from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
 
@@ -50,7 +50,7 @@ def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged
         for rank in damaged:
             (pack,) = packs[rank]
             # Skip the headers of the pack and of its only frame.
-            flip(pack, 4096 + 200)
+            flip(pack, 8 * (4096 + 200))
     keys = dist.HashStore()
     os.mkdir(tmp_path / "memory")
 
@@ -88,7 +88,7 @@ def test_values_of_a_checkpoint_that_another_rank_cannot_read_are_replaced(tmp_p
                 state = {"w": torch.full((3000,), step + rank / 2), **values}
                 store.save(state, step=step, part=Part(rank, 2, save_id))
         (pack,) = set((store.path / "packs").iterdir()) - before
-        flip(pack, 4096 + 200)
+        flip(pack, 8 * (4096 + 200))
     keys = dist.HashStore()
     os.mkdir(tmp_path / "memory")
 
@@ -126,7 +126,8 @@ def test_state_that_a_damaged_checkpoint_left_on_one_rank_is_not_saved(
                     entries = sorted(pack.entries, key=lambda entry: int(entry["offset"]))
                     assert len(entries) > 1
                     for entry in entries if is_empty else entries[-1:]:
-                        flip(pack.path, int(entry["offset"]) + payload_offset(int(entry["stored_length"])) + 1)
+                        offset = int(entry["offset"]) + payload_offset(int(entry["stored_length"])) + 1
+                        flip(pack.path, 8 * offset)
     keys = dist.HashStore()
     os.mkdir(tmp_path / "memory")
 

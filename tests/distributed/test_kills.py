@@ -20,7 +20,8 @@ from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm.orphaned_rings import RingCapture, newer_than_stored, survey_rings
 from asymcheck.storage.shm.ring_reader import RingReader
 from tests.cli.conftest import run_command
-from tests.crash.dead_rings import copied, flip, refuse_rings, set_owner
+from tests.crash.dead_rings import copied, refuse_rings, set_owner
+from tests.damage.flips import flip
 from tests.distributed.job import LIMIT_S, Job, Meeting
 from tests.distributed.training import Training
 
@@ -166,7 +167,7 @@ def check_damaged_rank(where: Path, number: int) -> None:
         # A replica in the other ring would replace a damaged frame.
         frames = [(offset, name) for name in lengths.keys() - other.offsets for offset in ring.offsets[name]]
     for offset, name in frames:
-        flip(rings[number], offset + payload_offset(lengths[name]))
+        flip(rings[number], 8 * (offset + payload_offset(lengths[name])))
     with Store.open(folder / "store", create=True) as store:
         with store.training.adopting(folder / "memory") as adopted:
             assert [(one.step, one.ref) for one in adopted] == [(1, None)]
@@ -186,7 +187,7 @@ def check_damaged_replicas(where: Path) -> None:
         path = damaged.path
     assert frames
     for offset, name in frames:
-        flip(path, offset + payload_offset(lengths[name]))
+        flip(path, 8 * (offset + payload_offset(lengths[name])))
     with Store.open(folder / "store", create=True) as store:
         with store.training.adopting(folder / "memory") as adopted:
             assert [(one.step, one.problem) for one in adopted] == [(1, "")] * 2

@@ -22,6 +22,7 @@ from asymcheck.inspect import diff
 from asymcheck.inspect.diff import CheckpointDiff, NormSums, TensorChange, TensorNorms
 from asymcheck.restore import frame_reader
 from asymcheck.types import Part
+from tests.damage.flips import flip
 
 CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
 
@@ -202,9 +203,7 @@ def test_equal_digests_are_not_read(store_path: Path) -> None:
     with saved(store_path, {"x": big}, {"x": big, "y": big + 7}, {"x": big + 1}) as store:
         (first, *_) = [item["pack"] for item in _packs_of(store, 0, "x")]
         pack = store_path / "packs" / f"{first}.pack"
-        data = bytearray(pack.read_bytes())
-        data[4096 + 200] ^= 1
-        pack.write_bytes(data)
+        flip(pack, 8 * (4096 + 200))
         assert changes(store.diff(0, 1)) == {"y": "added"}
         with pytest.raises(DamagedPartitionError, match="needed by tensor x of step 0"):
             store.diff(0, 2)

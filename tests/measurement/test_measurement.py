@@ -18,6 +18,7 @@ from asymcheck.config import ring_folder_of
 from asymcheck.inspect.sample import measure_store, sample
 from asymcheck.measurement import QUICK, measure_drive, planned_bytes
 from asymcheck.storage.nvme import Files, NvmeTier, scratch
+from tests.damage.flips import flip
 
 SMALL = asymcheck.StoreConfig(partition_bytes=65536, bundle_below_bytes=4096)
 
@@ -127,9 +128,7 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": {"weight": torch.randn(50_000)}}, step=1)
     (pack,) = (store_path / "packs").iterdir()
-    data = bytearray(pack.read_bytes())
-    data[3 * 4096 + 100] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 8 * (3 * 4096 + 100))
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         assert sample(store.resources.tier, 1 << 20)[0] == ()
         assert measure_store(store.resources.nvme, ring_folder_of(None), quick=True).codecs == ()

@@ -32,6 +32,7 @@ from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Digest, Part, SaveId
+from tests.damage.flips import flip
 from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
 from tests.zygote import wait_until
@@ -100,9 +101,7 @@ def test_unreadable_manifest_is_not_unfinished(stores: list[Path], monkeypatch: 
 def test_repair_fetches_own_shards_only(stores: list[Path], there: str) -> None:
     """Test a damaged only manifest; the remote one names the ranks of this store."""
     path = manifest_of(stores[1], 1)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, 8 * (path.stat().st_size // 2))
     with Store.open(stores[1], config=CONFIG, remote=there, create=True) as store:
         assert not store.repair().left
     assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "1 of 2"), (2, "1 of 2")]

@@ -20,11 +20,11 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
 from asymcheck.types import Restored
 from tests.cli.conftest import run_command as call
-from tests.damage.flips import flip as flip_bit
+from tests.damage.flips import flip
 from tests.docs.pages import ROOT, blocks_of
 from tests.publish.loops import run_script
 from tests.publish.models import check, model, train_to
-from tests.publish.test_releases import flip
+from tests.publish.test_releases import damage_release
 from tests.zygote import Zygote, wait_until
 
 
@@ -180,7 +180,7 @@ def test_follow_publishes_no_checkpoint_again_in_place_of_a_damaged_one(tmp_path
             first = set((path / "packs").iterdir())
             saving.save({"model": {"weight": torch.randn(100_000)}}, step=2)
             (pack,) = set((path / "packs").iterdir()) - first
-            flip_bit(pack, 8 * 10_000)
+            flip(pack, 8 * 10_000)
             assert newest.publish_newer() is None
     with Store.open(path, read_only=True) as opened, Publisher(rules, opened) as publisher:
         assert _Newest(opened, "default", publisher).publish_newer() is None
@@ -286,7 +286,7 @@ def test_follow_waits_for_the_release_after_a_damaged_one(tmp_path: Path, monkey
     with Publisher(rules) as publisher:
         for step in (1, 2):
             publisher.publish({"model": {"w": torch.randn(10_000)}}, step)
-        flip(tmp_path / "releases", 2)
+        damage_release(tmp_path / "releases", 2)
         looks = iter((lambda: None, lambda: publisher.publish({"model": {"w": torch.ones(10_000)}}, 3)))
 
         def sleep(_seconds: float) -> None:

@@ -42,6 +42,7 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.types import CheckpointRef
 from tests.checkpointer.disks import SmallDrive
+from tests.damage.flips import flip
 from tests.publish.models import check, model, train_to
 
 
@@ -51,7 +52,7 @@ def publish(publisher: Publisher, trained: torch.nn.Module, step: int) -> Releas
     return publisher.publish({"model": trained, "optimizer": {"lr": 0.1}}, step)
 
 
-def flip(location: Path, number: int) -> None:
+def damage_release(location: Path, number: int) -> None:
     """Flip a byte in every pack that only the release ``number`` needs."""
     with Store.open(location, read_only=True) as store:
         manifests = store.resources.tier.manifests
@@ -62,9 +63,7 @@ def flip(location: Path, number: int) -> None:
     own = packs[number].difference(*(others for other, others in packs.items() if other != number))
     for pack in own:
         (path,) = (location / "packs").glob(f"*{pack.hex()}*")
-        data = bytearray(path.read_bytes())
-        data[4096 + 4200] ^= 1
-        path.write_bytes(data)
+        flip(path, 8 * (4096 + 4200))
 
 
 def test_failed_collection_at_a_remote_location_is_reported(tmp_path: Path) -> None:
@@ -607,7 +606,7 @@ def test_damaged_release_changes_nothing(tmp_path: Path, buffering: str) -> None
                 publish(publisher, trained, step)
                 if step == 2:
                     subscriber.update()
-        flip(tmp_path / "releases", 3)
+        damage_release(tmp_path / "releases", 3)
         with pytest.raises(InconsistentCheckpointError, match="no release after 2"):
             subscriber.update()
         assert subscriber.number == 2
@@ -624,7 +623,7 @@ def test_damaged_newest_release_yields_the_one_before(tmp_path: Path) -> None:
     with Publisher(rules) as publisher:
         for step in (1, 2):
             publish(publisher, trained, step)
-    flip(tmp_path / "releases", 2)
+    damage_release(tmp_path / "releases", 2)
     with Subscriber(rules.location, served) as subscriber, pytest.warns(SkippedCheckpointWarning, match="step 2"):
         update = subscriber.update()
     assert update is not None

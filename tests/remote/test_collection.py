@@ -23,6 +23,7 @@ from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, PackId, SaveId
+from tests.damage.flips import flip
 from tests.remote.conftest import CONFIG, announce, check_location, config, packs_of, save_steps
 
 DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
@@ -69,10 +70,8 @@ def delta(steps: Path, folder: str) -> Path:
 
 def spoil(pack: Path, *offsets: int) -> None:
     """Flip a bit at each offset."""
-    data = bytearray(pack.read_bytes())
     for offset in offsets:
-        data[offset] ^= 1
-    pack.write_bytes(data)
+        flip(pack, 8 * offset)
     os.utime(pack, (1e9, 1e9))
 
 

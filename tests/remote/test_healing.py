@@ -28,15 +28,14 @@ from asymcheck.storage.nvme import ManifestFiles
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Part
 from tests.cli.conftest import run_command
+from tests.damage.flips import flip
 from tests.remote.conftest import CONFIG, check_state, lose_packs, packs_of, save_steps, state_of
 
 
-def flip(store: Path) -> None:
+def flip_all(store: Path) -> None:
     """Flip a bit in every pack."""
     for pack in (store / "packs").iterdir():
-        data = bytearray(pack.read_bytes())
-        data[4096 + 2000] ^= 1
-        pack.write_bytes(data)
+        flip(pack, 8 * (4096 + 2000))
 
 
 def lose_manifest(store: Path) -> None:
@@ -50,22 +49,22 @@ def damage_manifest(store: Path) -> None:
     manifest.write_bytes(b"x")
 
 
-LOSSES = [flip, lose_packs, damage_manifest]
+LOSSES = [flip_all, lose_packs, damage_manifest]
 
 
-@pytest.mark.slow(quick=["flip"])
+@pytest.mark.slow(quick=["flip_all"])
 @pytest.mark.parametrize("lose", [*LOSSES, lose_manifest])
 def test_lost_local_data_is_read_remotely(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
     """Test that the newest checkpoint is read, and without the location skipped or missing."""
     lose(pushed)
     with Store.open(pushed, config=CONFIG, read_only=True, remote=folder) as opened:
-        if lose in (flip, lose_packs):
+        if lose in (flip_all, lose_packs):
             with pytest.warns(RemoteCopyWarning, match="verify .* --repair --remote file:///"):
                 check_state(opened.load(), 2)
         else:
             check_state(opened.load(), 2)
     with Store.open(pushed, config=CONFIG, read_only=True) as opened:
-        if lose in (flip, lose_packs):
+        if lose in (flip_all, lose_packs):
             with pytest.raises((InconsistentCheckpointError, DamagedPartitionError)):
                 opened.load()
         elif lose is damage_manifest:
@@ -93,7 +92,7 @@ def test_repair_fetches_remote_data(pushed: Path, folder: str, lose: Callable[[P
 
 def test_failed_repair_keeps_local_data(pushed: Path, folder: str) -> None:
     """Test that the checkpoint stays, and becomes consistent when its bytes are saved again."""
-    flip(pushed)
+    flip_all(pushed)
     for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
         os.truncate(pack, 0)
     with Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened:
@@ -140,7 +139,7 @@ def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, m
 
 def test_command_fetches_remote_data(pushed: Path, folder: str) -> None:
     """Test that a restore with the location recommends a repair."""
-    flip(pushed)
+    flip_all(pushed)
     target = pushed.parent / "out.pt"
     outcome = run_command("restore", pushed, "--to", target, "--remote", folder)
     assert (outcome.status, "was read from file:///" in outcome.err) == (0, True)

@@ -18,6 +18,7 @@ from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, Digest
 from tests.cli.conftest import run_command
+from tests.damage.flips import flip
 from tests.remote.conftest import CONFIG
 from tests.reshard.ranks import save_ranks
 
@@ -209,9 +210,7 @@ def test_copies_that_fail(store_path: Path, tmp_path: Path) -> None:
         ):
             new.pull(location, tensors="weights")
         for pack in (tmp_path / "far" / "packs").iterdir():
-            data = bytearray(pack.read_bytes())
-            data[4096 + 2000] ^= 1
-            pack.write_bytes(data)
+            flip(pack, 8 * (4096 + 2000))
         with pytest.raises(DamagedPartitionError):
             new.pull(location, tensors="*")
         assert new.checkpoints() == []

@@ -32,6 +32,7 @@ from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier, parse_location, tier
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, PackId, SaveId
+from tests.damage.flips import flip
 from tests.remote.conftest import CONFIG, REMOTE, config, save_steps
 
 RANKS = 12
@@ -186,8 +187,7 @@ def test_a_damaged_pack_is_scanned_once(remote: RemoteTier, monkeypatch: pytest.
     """Test a pack without a readable index, and searches for other copies, as after the damage of a frame."""
     damaged = next(iter(remote.pack_ids()))
     path = Path(remote.packs / layout.pack_name(damaged))
-    data = path.read_bytes()
-    path.write_bytes(data[:-4096] + bytes([data[-4096] ^ 1]) + data[-4095:])
+    flip(path, 8 * -4096)
     scans, read = [], tier.read_pack_index
 
     def noted(files: RemoteFiles, where: PurePosixPath, pack_id: PackId) -> PackIndex:

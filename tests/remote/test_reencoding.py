@@ -18,6 +18,7 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.storage.throughput import ThroughputMeter
 from asymcheck.types import PackId
+from tests.damage.flips import flip
 from tests.store.deltas import entries_of
 
 MIB = 1 << 20
@@ -247,9 +248,7 @@ def test_memory_of_encoded_frames_is_bounded(store: Path, folder: str) -> None:
 def test_local_damage_is_found_before_encoding(store: Path, folder: str) -> None:
     """Test that the damaged frame is named, and not uploaded."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
-    data[4096 + 8192] ^= 1
-    newest.write_bytes(data)
+    flip(newest, 8 * (4096 + 8192))
     with (
         Store.open(store, config=CONFIG, create=True) as opened,
         pytest.raises(DamagedPartitionError, match="digest mismatch"),
@@ -263,14 +262,12 @@ def test_frames_sent_before_damage_are_not_sent_again(store_path: Path, folder: 
         with Store.open(where, config=CONFIG, create=True) as opened:
             opened.save(state_of(0), step=0)
     (pack,) = (store_path / "packs").iterdir()
-    data = bytearray(pack.read_bytes())
     last = entries_of(NvmeTier(store_path, CONFIG, read_only=True), PackId(bytes.fromhex(pack.stem)))[-1]
-    data[int(last["offset"]) + 4096] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 8 * (int(last["offset"]) + 4096))
     (copy,) = (tmp_path / "copy" / "packs").iterdir()
     shutil.copy(copy, store_path / "packs")
     with Store.open(store_path, config=changed(compression="off", uploads=1, pack_bytes=MIB), create=True) as opened:
         done = opened.push(folder)
-    assert done.moved_bytes <= len(data)
+    assert done.moved_bytes <= pack.stat().st_size
     with Store.open(folder, config=CONFIG, create=True) as remote:
         check(remote.load(), 0)

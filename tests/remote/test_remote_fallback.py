@@ -20,6 +20,7 @@ from asymcheck.errors import (
 )
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.remote import RemoteTier, parse_location
+from tests.damage.flips import flip
 from tests.remote.conftest import CONFIG, check_state, config, lose_packs, state_of
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
@@ -188,9 +189,7 @@ def test_pulled_store_does_not_need_the_location(pushed: Path, folder: str, tmp_
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.pull(folder, everything=True)
     for pack in (pushed / "packs").iterdir():
-        data = bytearray(pack.read_bytes())
-        data[-10] ^= 1
-        pack.write_bytes(data)
+        flip(pack, 8 * -10)
     with Store.open(pushed, config=CONFIG, create=True) as opened:
         assert opened.repair().left == ()
     for path in (tmp_path / "new", pushed):

@@ -28,6 +28,7 @@ from asymcheck.storage.nvme import PackFile, Slot
 from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.types import Digest
 from tests.crash import faults
+from tests.damage.flips import flip
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
 from tests.restore.test_bases import delta_of, plain_of, swap, weights
 from tests.restore.test_bases import save_steps as save_weights
@@ -237,9 +238,7 @@ def test_damaged_local_frame_is_not_uploaded(store: Path, folder: str) -> None:
     """Test that the damaged checkpoint is not committed, and that an earlier one can be."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
-        data = bytearray(newest.read_bytes())
-        data[4096 + 2000] ^= 1
-        newest.write_bytes(data)
+        flip(newest, 8 * (4096 + 2000))
         with pytest.raises(DamagedPartitionError, match="digest mismatch"):
             opened.push(folder, 2)
         opened.push(folder, 1)

@@ -23,6 +23,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.fsck.verify import Severity
 from asymcheck.types import CheckpointRef, PackId
+from tests.damage.flips import flip
 from tests.reshard.ranks import cut_in_grid, save_ranks
 from tests.store.equality import assert_same
 from tests.store.spies import frames_read
@@ -342,9 +343,7 @@ def _damage(store: Store, step: int, rank: int) -> str:
     with contextlib.closing(store.resources.nvme.open_pack(PackId(bytes.fromhex(str(place.pack))))) as pack:
         entry = pack.entries[place.frame]
         offset = int(entry["offset"]) + 4096
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
+    flip(path, 8 * offset)
     return tensor.name
 
 

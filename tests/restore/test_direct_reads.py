@@ -28,6 +28,7 @@ from asymcheck.restore.assemble import allocate
 from asymcheck.storage.local_files import Files, set_direct, translated
 from asymcheck.storage.nvme import NvmeTier, pack_reader
 from asymcheck.types import PackId
+from tests.damage.flips import flip
 
 BLOCK = 4096
 CONFIG = StoreConfig(partition_bytes=1 << 20, bundle_below_bytes=1 << 16, compression="off")
@@ -263,9 +264,8 @@ def _flip(pack: Path, place: str) -> None:
     tier = NvmeTier(pack.parent.parent, CONFIG, read_only=True)
     with contextlib.closing(tier.open_pack(PackId(bytes.fromhex(pack.stem)))) as opened:
         length, offset = min((int(one["stored_length"]), int(one["offset"])) for one in opened.entries)
-    data, (times, before) = bytearray(pack.read_bytes()), PLACES[place]
-    data[offset + times * length + before] ^= 16
-    pack.write_bytes(data)
+    times, before = PLACES[place]
+    flip(pack, 8 * (offset + times * length + before) + 4)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -17,6 +17,7 @@ from asymcheck.fsck.verify import Severity, verify
 from asymcheck.restore.lineage import Lineage, begin_generation, read_line
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import CheckpointRef, SaveId
+from tests.damage.flips import flip
 
 Ref = CheckpointRef
 
@@ -87,12 +88,9 @@ def test_damaged_head_record_is_an_error_when_needed(tier: NvmeTier, store_path:
     """Test that one intact copy is sufficient."""
     _open(tier, 2, _ref(1, 5))
     path = store_path / "heads" / "run" / "00000002.head"
-    data = bytearray(path.read_bytes())
-    data[10] ^= 1
-    path.write_bytes(data)
+    flip(path, 8 * 10)
     assert _ref(1, 5) in read_line(tier, "run")
-    data[4096 + 10] ^= 1
-    path.write_bytes(data)
+    flip(path, 8 * (4096 + 10))
     with pytest.raises(HeadRecordError, match="both copies"):
         read_line(tier, "run")
 

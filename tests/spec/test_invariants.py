@@ -13,6 +13,7 @@ from asymcheck.format.pack import decode_index, decode_pack_header, encode_index
 from asymcheck.format.record import Descriptor, decode_descriptor, encode_descriptor
 from asymcheck.fsck.verify import Severity
 from asymcheck.types import Location
+from tests.damage.flips import flip
 from tests.spec.frozen import check_everything, found_tensors, whole_stores
 from tools.vectors_stores import CONFIG
 
@@ -53,13 +54,6 @@ def pack_of_newest(store: Path) -> Path:
     aside.rename(directory)
     shutil.rmtree(store / "catalog")
     return pack
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip a bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def test_the_store_is_sound_at_first(store: Path) -> None:
@@ -119,7 +113,7 @@ def test_i2_a_pack_that_is_gone(store: Path) -> None:
 
 def test_i2_a_frame_that_is_damaged(store: Path) -> None:
     """Test I2 for a flipped bit in a payload, which no checksum of index or header covers."""
-    flip(pack_of_newest(store), 4096 + 128)
+    flip(pack_of_newest(store), 8 * (4096 + 128))
     assert findings(store) == {"I2": {("damaged-frame", Severity.ERROR)}}
 
 
@@ -127,7 +121,7 @@ def test_i2_a_frame_that_is_damaged(store: Path) -> None:
 def test_i3_a_manifest_that_is_damaged(store: Path, offset: int) -> None:
     """Test I3, a manifest's name contains its digest: a flipped bit is detected before anything is parsed."""
     (manifest,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}/*")
-    flip(manifest, offset)
+    flip(manifest, 8 * offset)
     assert findings(store)["I3"] == {("damaged-manifest", Severity.ERROR)}
 
 
@@ -174,8 +168,8 @@ def test_i6_a_head_record_that_is_gone(store: Path) -> None:
 def test_i6_a_head_record_with_no_intact_copy(store: Path) -> None:
     """Test I6 with both copies damaged."""
     head = store / "heads" / "default" / "00000002.head"
-    flip(head, 10)
-    flip(head, 4096 + 10)
+    flip(head, 8 * 10)
+    flip(head, 8 * (4096 + 10))
     assert findings(store) == {"I6": {("damaged-head", Severity.ERROR)}}
     with asymcheck.Store.open(store, read_only=True) as opened, pytest.raises(HeadRecordError):
         opened.restore()
@@ -192,8 +186,8 @@ def test_i7_a_descriptor_that_asks_for_more(store: Path) -> None:
 
 def test_i7_a_descriptor_that_is_damaged(store: Path) -> None:
     """Test I7, the descriptor is intact: with both copies damaged the store is not opened."""
-    flip(store / "asymcheck.store", 10)
-    flip(store / "asymcheck.store", 4096 + 10)
+    flip(store / "asymcheck.store", 8 * 10)
+    flip(store / "asymcheck.store", 8 * (4096 + 10))
     with pytest.raises(ChecksumError):
         asymcheck.Store.open(store, read_only=True)
 
@@ -229,7 +223,7 @@ def test_i8_wrong_catalog(store_path: Path) -> None:
 @pytest.mark.parametrize("copy", [0, 4096], ids=["first", "second"])
 def test_i9_a_damaged_copy_in_a_record(store: Path, name: str, copy: int) -> None:
     """Test I9, both copies of a record are intact: one damaged copy only loses redundancy."""
-    flip(store / name, copy + 10)
+    flip(store / name, 8 * (copy + 10))
     assert findings(store) == {"I9": {("damaged-copy", Severity.WARNING)}}
     with asymcheck.Store.open(store, read_only=True) as opened:
         check_everything(opened, FROZEN)

@@ -20,6 +20,7 @@ import torch
 import asymcheck
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from asymcheck.format.pack import ENTRY_DTYPE, decode_pack_header, encode_index
+from tests.damage.flips import flip
 from tests.spec.corpus import FORMAT_SPEC, VECTORS, Vector, vectors
 from tests.spec.frozen import Frozen, found_tensors, torn_stores, whole_stores
 
@@ -161,19 +162,13 @@ def test_a_step_of_another_training_stands_in_for_none(store_path: Path) -> None
         store.save({"a": 2}, step=2)
         store.training.begin_generation(first)
         store.save({"a": 3}, step=2)
-        _flip(next(iter(_newest(store_path).iterdir())), 3000)
+        flip(next(iter(_newest(store_path).iterdir())), 8 * 3000)
         with pytest.raises(InconsistentCheckpointError, match="step 2"):
             store.load(2)
         assert store.load(1) == {"a": 1}
     refused = run(RUN, store_path, "--step", "2")
     assert refused.returncode == 1
     assert "no checkpoint to read" in refused.stderr
-
-
-def _flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def _newest(store: Path) -> Path:
@@ -186,7 +181,7 @@ def _pack(store: Path, number: int) -> Path:
 
 
 def _flip_pack(store: Path, number: int) -> None:
-    _flip(_pack(store, number), random.Random(number).choice([4224, 4230, 4300, 4096 + 90]))
+    flip(_pack(store, number), 8 * random.Random(number).choice([4224, 4230, 4300, 4096 + 90]))
 
 
 def _cut_pack(store: Path, number: int) -> None:
@@ -200,8 +195,8 @@ def _add_foreign_files(store: Path) -> None:
 
 
 def _flip_both(path: Path, offset: int) -> None:
-    _flip(path, offset)
-    _flip(path, 4096 + offset)
+    flip(path, 8 * offset)
+    flip(path, 8 * (4096 + offset))
 
 
 def _use_unknown_codec(store: Path, number: int) -> None:
@@ -233,14 +228,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "two manifests of a rank": _add_manifest,
     **{f"an unknown codec in pack {n}": functools.partial(_use_unknown_codec, number=n) for n in range(5)},
     "no manifest": lambda store: shutil.rmtree(_newest(store)),
-    "a bit of the newest manifest": lambda store: _flip(next(_newest(store).iterdir()), 1000),
-    "a bit of one copy of a head record": lambda store: _flip(store / "heads" / "default" / "00000002.head", 20),
+    "a bit of the newest manifest": lambda store: flip(next(_newest(store).iterdir()), 8 * 1000),
+    "a bit of one copy of a head record": lambda store: flip(store / "heads" / "default" / "00000002.head", 8 * 20),
     "no head record": lambda store: (store / "heads" / "default" / "00000002.head").unlink(),
-    "a bit of one copy of the descriptor": lambda store: _flip(store / "asymcheck.store", 20),
+    "a bit of one copy of the descriptor": lambda store: flip(store / "asymcheck.store", 8 * 20),
     "no descriptor": lambda store: (store / "asymcheck.store").unlink(),
     "foreign files": _add_foreign_files,
     **{f"a bit of pack {number}": functools.partial(_flip_pack, number=number) for number in range(10)},
-    **{f"the version of pack {n}": lambda store, n=n: _flip(_pack(store, n), 8) for n in range(5)},
+    **{f"the version of pack {n}": lambda store, n=n: flip(_pack(store, n), 8 * 8) for n in range(5)},
     **{f"pack {number} is cut": functools.partial(_cut_pack, number=number) for number in range(5)},
 }
 

@@ -32,6 +32,7 @@ from asymcheck.storage.shm import ring_reader
 from asymcheck.storage.shm.orphaned_rings import unreadable_ring
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import SaveId
+from tests.damage.flips import flip
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
 PARTITION, MANIFEST = b"p" * 300, b"m" * 5000
@@ -83,14 +84,6 @@ def _answer(path: Path) -> str:
         return error.kind
 
 
-def _flip(path: Path, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(bit // 8)
-        (byte,) = file.read(1)
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ (1 << bit % 8)]))
-
-
 def _bits() -> list[int]:
     """Return all bits of the entry, the next entry and both frame headers, and some bits of copies and free entries."""
     every = [*range(CAPTURES_OFFSET, CAPTURES_OFFSET + 72)]
@@ -104,11 +97,11 @@ def test_a_flipped_bit_makes_nothing_up(path: Path) -> None:
     """Test header, entries and frame headers: the ring is refused, or everything found is unchanged."""
     answers = {"header": set[str](), "entries": set[str](), "frames": set[str]()}
     for bit in _bits():
-        _flip(path, bit)
+        flip(path, bit)
         byte = bit // 8
         part = "header" if byte < CAPTURES_OFFSET else "entries" if byte < DATA_OFFSET else "frames"
         answers[part].add(_answer(path))
-        _flip(path, bit)
+        flip(path, bit)
     assert _answer(path) == "1 captures, 2 frames"
     assert answers == {
         "header": {"1 captures, 2 frames"},
@@ -129,7 +122,7 @@ def test_every_flipped_bit_of_the_header_leaves_the_other_copy() -> None:
 
 def test_a_flipped_bit_of_a_payload_is_seen(path: Path) -> None:
     """Test that the damage is detected at the read, because the frames are found by their headers."""
-    _flip(path, 8 * (DATA_OFFSET + 130))
+    flip(path, 8 * (DATA_OFFSET + 130))
     with RingReader(path) as one:
         assert len(one.entries) == 2
         with pytest.raises(DigestMismatchError, match=f"frame at byte {DATA_OFFSET} of ring {path.name}"):

@@ -14,6 +14,7 @@ from asymcheck.format.catalog_records import pin_key
 from asymcheck.gc.collect import Collected
 from asymcheck.storage.process_identity import this_process
 from asymcheck.types import SaveId
+from tests.damage.flips import flip
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -324,9 +325,7 @@ def test_a_damaged_manifest_stops_the_collection(store: Store) -> None:
         store.save(_state(step), step=step)
     store.delete(1)
     (manifest,) = (store.path / "manifests").rglob("*.manifest")
-    data = bytearray(manifest.read_bytes())
-    data[len(data) // 2] ^= 1
-    manifest.write_bytes(data)
+    flip(manifest, 8 * (manifest.stat().st_size // 2))
     for dry_run in (True, False):
         with pytest.raises(InconsistentCheckpointError, match="delete that checkpoint"):
             store.gc(dry_run=dry_run)

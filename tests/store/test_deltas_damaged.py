@@ -15,6 +15,7 @@ from asymcheck.fsck.verify import Severity
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.pack_index import bases_in, digests_of
 from asymcheck.types import PackId
+from tests.damage.flips import flip
 from tests.store.deltas import CONFIG, PLAIN, entries_of, noise, pack_of_the_delta
 
 
@@ -42,10 +43,8 @@ def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> Non
 
 
 def _spoil(path: Path, *places: int) -> None:
-    data = bytearray(path.read_bytes())
     for place in places:
-        data[place] ^= 1
-    path.write_bytes(data)
+        flip(path, 8 * place)
 
 
 @pytest.mark.parametrize("with_frame", [False, True], ids=["header", "header and another frame"])

@@ -16,6 +16,7 @@ from asymcheck.errors import (
     SkippedCheckpointWarning,
     StepOrderWarning,
 )
+from tests.damage.flips import flip
 
 
 def _save(store: Store, step: int, value: object = None, generation: int | None = None) -> Checkpoint:
@@ -201,9 +202,7 @@ def test_runs_have_lines_of_their_own(store: Store) -> None:
 
 def _damage_newest(store: Store) -> None:
     newest = max((store.path / "manifests").rglob("*.manifest"))
-    data = bytearray(newest.read_bytes())
-    data[-20] ^= 1
-    newest.write_bytes(data)
+    flip(newest, 8 * -20)
 
 
 def _lose_newest_rank(store: Store) -> None:

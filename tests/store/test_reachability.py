@@ -139,9 +139,7 @@ def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
             if shared.nbytes in entries["plain_length"] and entries["plain_length"].sum() < large.nbytes:
                 offset = int(entries["offset"][entries["plain_length"] == shared.nbytes][0])
                 path = store_path / "packs" / f"{pack.hex()}.pack"
-                data = bytearray(path.read_bytes())
-                data[offset + 100_000] ^= 1
-                path.write_bytes(data)
+                flip(path, 8 * (offset + 100_000))
         store.delete(step=1, run="b")
         store.gc()
         for run in ("a", "b"):
@@ -158,9 +156,7 @@ def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: P
         store.delete(step=1)
         tier = NvmeTier(store_path, PLAIN, read_only=True)
         entries = entries_of(tier, bytes.fromhex(path.stem))
-        data = bytearray(path.read_bytes())
-        data[int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000] ^= 1
-        path.write_bytes(data)
+        flip(path, 8 * (int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000))
         pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", Retention(keep_last=5))
         written = []
         for _ in range(2):
@@ -253,13 +249,19 @@ def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeyp
         assert [one for one in reader.verify() if one.severity != Severity.HINT] == []
 
 
+def _saved_twice(store: Store) -> Path:
+    """Save two checkpoints; return the pack of the second one."""
+    store.save({"noise": noise(1)}, step=1)
+    before = {*(store.path / "packs").iterdir()}
+    store.save({"noise": noise(2)}, step=2)
+    (new,) = {*(store.path / "packs").iterdir()} - before
+    return new
+
+
 def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest(store_path: Path) -> None:
     """Test that a locked pack does not count as damaged."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
-        store.save({"noise": noise(1)}, step=1)
-        (old,) = (store_path / "packs").iterdir()
-        store.save({"noise": noise(2)}, step=2)
-        (new,) = {*(store_path / "packs").iterdir()} - {old}
+        new = _saved_twice(store)
     impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
     with Store.open(store_path, config=impatient, read_only=True) as reader:
         with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:
@@ -290,10 +292,7 @@ def test_a_copy_in_a_locked_pack_makes_no_older_checkpoint_the_newest(store_path
         twin.save({"noise": noise(2)}, step=2)
     (twin_pack,) = (tmp_path / "twin" / "packs").iterdir()
     with Store.open(store_path, config=impatient, create=True) as store:
-        store.save({"noise": noise(1)}, step=1)
-        (old,) = (store_path / "packs").iterdir()
-        store.save({"noise": noise(2)}, step=2)
-        (new,) = {*(store_path / "packs").iterdir()} - {old}
+        new = _saved_twice(store)
         flip(new, 3 * 4096 * 8)
         copy = Path(shutil.copy(twin_pack, store_path / "packs"))
         with NvmeTier(store_path, PLAIN, read_only=True).locked(copy) as held:
@@ -307,10 +306,7 @@ def test_a_copy_in_a_locked_pack_makes_no_older_checkpoint_the_newest(store_path
 def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Path, *, deep: bool) -> None:
     """Test that the check reports what it could not read, and no lost checkpoint."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
-        store.save({"noise": noise(1)}, step=1)
-        (old,) = (store_path / "packs").iterdir()
-        store.save({"noise": noise(2)}, step=2)
-        (new,) = {*(store_path / "packs").iterdir()} - {old}
+        new = _saved_twice(store)
     impatient = dataclasses.replace(PLAIN, read_lock_timeout_s=0.05)
     with Store.open(store_path, config=impatient, read_only=True) as reader:
         with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:

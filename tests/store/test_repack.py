@@ -22,6 +22,7 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.process_identity import hold, let_go, this_process
 from asymcheck.storage.reachability import StoreReachability
 from asymcheck.types import PackId
+from tests.damage.flips import flip
 from tests.store.equality import assert_same
 
 MIB = 1 << 20
@@ -266,8 +267,8 @@ def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.M
     assert store.verify() == []
 
 
-def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
-    """Test that the first copy stays if another collection frees the second copy."""
+def _copied_twice(store: Store) -> set[Path]:
+    """Repack a pack that is mostly garbage, and bring the pack back, as after a crash; return the packs before."""
     _save(store, 0, 1)
     store.delete(0)
     packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}
@@ -275,6 +276,12 @@ def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile],
     for path, data in packs.items():
         path.write_bytes(data)
     store.resources.rebuild_catalog()
+    return set(packs)
+
+
+def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
+    """Test that the first copy stays if another collection frees the second copy."""
+    packs = _copied_twice(store)
     copy = next(path for path in (store.path / "packs").iterdir() if path not in packs)
 
     def take(one: Store) -> None:
@@ -355,10 +362,8 @@ def test_a_damaged_frame_is_not_copied_and_its_pack_stays(store: Store) -> None:
     _save(store, 0, 1)
     store.delete(0)
     (old,) = (path for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB)
-    data = bytearray(old.read_bytes())
-    place = data.index(SHARED[:64].numpy().tobytes())
-    data[place + 1000] ^= 1
-    old.write_bytes(data)
+    place = old.read_bytes().index(SHARED[:64].numpy().tobytes())
+    flip(old, 8 * (place + 1000))
     assert store.gc() == Collected(kept_packs=2)
     assert old.exists()
     assert {finding.kind for finding in store.verify()} >= {"damaged-frame"}
@@ -366,13 +371,7 @@ def test_a_damaged_frame_is_not_copied_and_its_pack_stays(store: Store) -> None:
 
 def test_a_second_copy_needs_no_third(store: Store) -> None:
     """Test a crash after the copy: the pack that is mostly garbage is freed, and nothing is written."""
-    _save(store, 0, 1)
-    store.delete(0)
-    packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}
-    store.gc()
-    for path, data in packs.items():
-        path.write_bytes(data)
-    store.resources.rebuild_catalog()
+    _copied_twice(store)
     assert store.resources.usage().packs == 3
     done = store.gc()
     assert (done.freed_packs, done.repacked_packs, done.copied_bytes) == (1, 1, 0)

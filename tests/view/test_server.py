@@ -29,6 +29,7 @@ from asymcheck.types import Part
 from asymcheck.view.server import PageServer
 from asymcheck.view.trace_summary import TraceFile
 from tests.cli.conftest import run_command
+from tests.damage.flips import flip
 from tests.view.conftest import HOSTILE, Serve, fetch
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
@@ -240,9 +241,7 @@ def test_verification_of_a_location_reads_every_byte(store: Path, serve: Serve, 
     with asymcheck.Store.open(store) as opened:
         opened.push(f"file://{tmp_path}/remote")
     (pack,) = (tmp_path / "remote" / "packs").iterdir()
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    flip(pack, 8 * (pack.stat().st_size // 2))
     with serve(f"file://{tmp_path}/remote") as server:
         document = fetch(server, "verify")["document"]
     assert document["deep"]

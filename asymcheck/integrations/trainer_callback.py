@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,14 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from asymcheck.capture.inflight import CheckpointReport
-from asymcheck.checkpointer import KEEP_NEWEST, Checkpointer, OnError
-from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
-from asymcheck.distributed.ranks import RanksGiven
+from asymcheck.checkpointer import Checkpointer
 from asymcheck.format.registry import METRICS_MAX
 from asymcheck.policies.interval import AutoInterval
-from asymcheck.policies.push_selection import Push
-from asymcheck.policies.retention import Retention
 from asymcheck.store import Store
 
 State = dict[str, object]
@@ -27,38 +23,19 @@ Groups = Sequence[dict[str, Any]]  # the options of an optimizer's parameter gro
 class SavingCallback:
     """Base class of callbacks that save through a Checkpointer."""
 
-    def __init__(  # noqa: PLR0913 - the arguments of a Checkpointer
-        self,
-        store: Store,
-        *,
-        every: int | Literal["auto"] | AutoInterval = 500,
-        keep: Retention | None = KEEP_NEWEST,
-        push: Push | None = None,
-        run: str = DEFAULT_RUN,
-        save_on_signal: bool | Grace = False,
-        on_error: OnError = "raise",
-        capture: CaptureConfig | None = None,
-        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
-        ranks: RanksGiven = "auto",
-        takeover: bool = False,
-    ) -> None:
-        """Save to ``store`` with the options of :class:`asymcheck.Checkpointer`. The caller closes the store."""
+    def __init__(self, store: Store, *, every: int | Literal["auto"] | AutoInterval = 500, **options: Any) -> None:  # noqa: ANN401 - see below
+        """Save to ``store``. The caller closes the store.
+
+        Args:
+            store: the store.
+            every: as for :class:`asymcheck.Checkpointer`.
+            options: other options of :class:`asymcheck.Checkpointer`, except ``save_on_exit`` and ``publish``.
+        """
         super().__init__()
-        self._checkpointer = partial(
-            Checkpointer,
-            store,
-            every=every,
-            keep=keep,
-            push=push,
-            run=run,
-            save_on_exit=True,
-            save_on_signal=save_on_signal,
-            on_error=on_error,
-            capture=capture,
-            on_checkpoint=on_checkpoint,
-            ranks=ranks,
-            takeover=takeover,
-        )
+        given: dict[str, Any] = {"every": every, "save_on_exit": True, "publish": None}
+        # Refuse a wrong name now, because the Checkpointer is created when the training begins.
+        inspect.signature(Checkpointer).bind(store, {}, **given, **options)
+        self._checkpointer: Callable[..., Checkpointer] = partial(Checkpointer, store, **given, **options)
 
 
 class Deferred:

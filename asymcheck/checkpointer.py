@@ -42,20 +42,14 @@ from asymcheck.policies.retention import Retention
 from asymcheck.publish.background import BackgroundPublisher
 from asymcheck.publish.release import Publish
 from asymcheck.replication.transfer_stats import PushStatistics
+from asymcheck.restore.resolve import warn_of_skipped
 from asymcheck.store import Store
 from asymcheck.training.interval_controller import interval_controller
 from asymcheck.training.preemption import Preemption
 from asymcheck.training.resume import ResumeCoordinator, ResumePoint, restored_alone, rolled_back_alone, saved
 from asymcheck.training.save_reporting import SaveReporting, close_after
 from asymcheck.types import Checkpoint
-from asymcheck.validation import (
-    check_capture,
-    check_flag,
-    check_grace,
-    check_state,
-    check_step,
-    check_which,
-)
+from asymcheck.validation import check_capture, check_flag, check_grace, check_state, check_step, check_which
 
 OnError = Literal["raise", "warn"]
 WaitTarget = Literal["memory", "local", "remote"]
@@ -176,12 +170,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._interval_controller = interval_controller(
             every, None if self._coordinator is None else self._coordinator.broadcast
         )
-        is_publisher = self._coordinator is None or self._coordinator.is_first
-        self._publisher = BackgroundPublisher(store, publish, publishes=is_publisher, raises=self._reporting.raises)
-        prunes = found is None or found.rank == 0
-        self._pusher = store.training.push_in_background(push, run=run, poll_s=_POLL_S, prunes=prunes)
+        is_first = self._coordinator is None or self._coordinator.is_first
+        self._publisher = BackgroundPublisher(store, publish, publishes=is_first, raises=self._reporting.raises)
+        self._pusher = store.training.push_in_background(push, run=run, poll_s=_POLL_S, prunes=is_first)
         fixed = every if isinstance(every, int) else None
-        self._push_mismatch = None if push is None or not prunes else mismatch(push, fixed)
+        self._push_mismatch = None if push is None or not is_first else mismatch(push, fixed)
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
         self._preemption = None if grace is None else Preemption(run, grace, self._coordinator)
         if self._preemption is not None:
@@ -271,8 +264,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self._collect_outcomes(waits=True)
             self._store.training.settle()
             self._adopt(held)
-            warn = self._reporting.warn_of_skipped
-            checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, warn, strict=strict))
+            checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, strict=strict))
         # Report losses only now: a loop may call restore() because of them.
         self._report()
         if checkpoint is None:
@@ -324,8 +316,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _collect_outcomes(self, *, waits: bool = False) -> int | None:
         """Record which captures are durable or lost, and return the latest step that is not lost.
 
-        Args:
-            waits: wait until each capture is durable or lost.
+        With ``waits``, wait until each capture is durable or lost.
 
         Raises:
             StorageError: torn checkpoints could not be abandoned.
@@ -367,7 +358,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._generation = returned.generation
         self._reporting.saved(returned.checkpoint.step)
         self._interval_controller.restart(returned.checkpoint.step)
-        self._reporting.warn_of_skipped(returned.skipped)
+        warn_of_skipped(self._store.location, self._run, returned.skipped)
         _logger.info("restored %s", returned.checkpoint)
         return returned.checkpoint
 

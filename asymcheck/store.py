@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING
 from asymcheck.commit.save_request import LineagePosition, SaveRequest, new_save_id
 from asymcheck.commit.transaction import remove
 from asymcheck.config import DEFAULT_RUN, PARTIAL_RUN, StoreConfig, check_type
-from asymcheck.errors import (
-    CheckpointNotFoundError,
-    InvalidInputError,
-    SkippedCheckpointWarning,
-    StepOrderWarning,
-    warn_user,
-)
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, StepOrderWarning, warn_user
 from asymcheck.events import timed
 from asymcheck.format import layout
 from asymcheck.fsck.repair import Repaired, repair
@@ -42,7 +36,7 @@ from asymcheck.replication.pull import pull
 from asymcheck.replication.push import open_location, push
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
-from asymcheck.restore.resolve import available, check_run_exists, named_checkpoint
+from asymcheck.restore.resolve import available, check_run_exists, named_checkpoint, warn_of_skipped
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_location
@@ -250,8 +244,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 instance another dtype or other hyperparameters.
         """
         restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank, strict=strict)
-        for reason in restored.skipped:
-            warn_user(f"store {self.location}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+        warn_of_skipped(self.location, run, restored.skipped)
         return restored.state
 
     def restore(  # noqa: PLR0913 - the arguments of load(), and two more
@@ -270,18 +263,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
     ) -> Restored:
         """Load a state as :meth:`load` does, and return it with the checkpoint and the reasons for skipped ones.
 
-        Args:
-            step: see :meth:`load`.
-            tensors: see :meth:`load`.
-            into: see :meth:`load`.
-            device: see :meth:`load`.
-            run: see :meth:`load`.
-            rank: see :meth:`load`.
-            fall_back: if damage is detected after a part of ``into`` was overwritten, load the next older checkpoint
-                instead of raising PartialRestoreError.
-            grows: also restore entries that mappings inside ``into`` lack, because the training added them later.
-            strict: see :meth:`load`.
-            world_size: number of ranks that continue the training; None for a single process.
+        The other arguments are those of :meth:`load`. With ``fall_back``, if damage is detected after a part of
+        ``into`` was overwritten, load the next older checkpoint instead of raising PartialRestoreError. With ``grows``,
+        also restore entries that mappings inside ``into`` lack, because the training added them later. ``world_size``
+        is the number of ranks that continue the training; None stands for a single process.
         """
         from asymcheck.restore.load import LoadRequest, load
 
@@ -619,7 +604,6 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self.resources.close()
 
     def __exit__(self, *_error: object) -> None:
-        """Close the store."""
         self.close()
 
 

@@ -47,7 +47,6 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     RanksError,
-    SkippedCheckpointWarning,
     StateDifferenceWarning,
     StateMismatchError,
     listed,
@@ -61,7 +60,7 @@ from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.load import fetch_in_place, read_first
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import ShardSet
-from asymcheck.restore.resolve import Resolved
+from asymcheck.restore.resolve import Resolved, warn_of_skipped
 from asymcheck.restore.state_template import RowRef, rows_in, with_tensors
 from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_DTYPES
@@ -374,8 +373,7 @@ class AsymcheckReader(_StoreUser, StorageReader):
             SkippedCheckpointWarning: a newer checkpoint was skipped.
         """
         restored = self._read(self._metadata, self._uri.step)
-        for reason in restored.skipped:
-            warn_user(f"run {self._uri.run!r}: skipped {reason}", SkippedCheckpointWarning)
+        warn_of_skipped(self._uri.location, self._uri.run, restored.skipped)
         self.checkpoint = restored.checkpoint
         metadata = restored.state
         assert isinstance(metadata, Metadata)  # noqa: S101 - result of _metadata

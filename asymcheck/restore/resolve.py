@@ -134,9 +134,14 @@ def first(tier: ReadTier, run: str, step: int | str | None, read: Callable[[Chec
             break
     if found is None:
         raise inconsistent(tier, run, step, skipped, action)
-    for reason in skipped:
-        warn_user(f"store {tier.root}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+    warn_of_skipped(tier.root, run, skipped)
     return found
+
+
+def warn_of_skipped(store: object, run: str, reasons: Iterable[str]) -> None:
+    """Warn of newer checkpoints of a run that were skipped; ``store`` is the location of the store."""
+    for reason in reasons:
+        warn_user(f"store {store}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
 
 
 def inconsistent(
@@ -187,8 +192,7 @@ def best_checkpoint(
     skipped: list[str] = []
     on_line = [listing for listing in listings if may_be(listing) and listing.ref in line]
     found = list(_each(on_line, skipped, lambda listing: (listing, metrics_of(tier.manifests.read_all(listing)))))
-    for reason in skipped:
-        warn_user(f"store {tier.root}, run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+    warn_of_skipped(tier.root, run, skipped)
     measured = {listing: metrics[metric] for listing, metrics in found if not math.isnan(metrics.get(metric, math.nan))}
     if not measured:
         names = sorted({name for _, metrics in found for name in metrics})

@@ -46,7 +46,7 @@ from asymcheck.inspect.history import describe_loaded
 from asymcheck.policies.push_selection import Push
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.load import LoadRequest, load, load_captured, load_part, noting_overwritten
-from asymcheck.restore.resolve import SkippedCheckpoints, best_checkpoint, candidates, resolve_each
+from asymcheck.restore.resolve import SkippedCheckpoints, best_checkpoint, candidates, resolve_each, warn_of_skipped
 from asymcheck.state.walk import flatten
 from asymcheck.storage.fallback_tier import FallbackTier
 from asymcheck.storage.interfaces import ReadTier
@@ -164,7 +164,7 @@ class ResumeCoordinator:
                 ref = self._proposed(session, (number, part), proposals, step)
                 if ref is None:
                     return None
-                read = partial(self._read if shares_store else self._read_part, ref, into, strict=strict)
+                read = partial(self._read, ref, into, strict=strict)
                 returned = self._try(
                     session, (number, part + 1), ref, read, into, report, skipped if step is None else None
                 )
@@ -326,29 +326,26 @@ class ResumeCoordinator:
         session.post(at, b"" if ref is None else checkpoint_name(ref).encode())
         return ref
 
-    def _wanted(self, into: object, *, strict: bool) -> LoadRequest:
-        # The state has the values of a newer checkpoint, if that was restored here.
-        return LoadRequest(
+    def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
+        """Fill ``into`` from the common store, or with the part of this rank from the store of its machine."""
+        wanted = LoadRequest(
             "*",
             into,
             check_device(None),
             rank=self.rank,
             grows=True,
+            # The state has the values of a newer checkpoint, if that was restored here.
             returns=self._is_filled,
             strict=strict,
             world_size=self.world_size,
         )
-
-    def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
+        store_ranks = self.session().store_ranks
+        if store_ranks is not None:
+            return _restored_part(self._store, self._run, ref, wanted, store_ranks)
         self._store.training.fence()
-        which, wanted = f"save:{ref.save_id.hex()}", self._wanted(into, strict=strict)
         with timed("restore", 0, lambda: {"run": self._run}):
-            read = partial(load, run=self._run, step=which, wanted=wanted)
+            read = partial(load, run=self._run, step=f"save:{ref.save_id.hex()}", wanted=wanted)
             return self._store.resources.read(read, is_newest=False).checkpoint
-
-    def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
-        wanted = self._wanted(into, strict=strict)
-        return _restored_part(self._store, self._run, ref, wanted, self.session().store_ranks)
 
     def _try(
         self,
@@ -521,18 +518,8 @@ def saved(capture: Capture) -> Checkpoint:
     )
 
 
-def restored_alone(
-    store: Store,
-    run: str,
-    step: int | str | None,
-    into: object,
-    warn_of_skipped: Callable[[Sequence[str]], object],
-    *,
-    strict: bool = False,
-) -> ResumePoint | None:
+def restored_alone(store: Store, run: str, step: int | str | None, into: object, *, strict: bool) -> ResumePoint | None:
     """Restore the newest consistent checkpoint, or that of ``step``; return None if the run has no checkpoint yet.
-
-    Calls ``warn_of_skipped`` before a checkpoint is abandoned, because warnings may be turned into errors.
 
     Raises:
         CheckpointNotFoundError: the run has no checkpoint of ``step``.
@@ -545,7 +532,8 @@ def restored_alone(
             raise
         return None
     with noting_overwritten(lambda: flatten(into).columns.names):
-        warn_of_skipped(restored.skipped)
+        # Warnings may be turned into errors, which must abandon no checkpoint.
+        warn_of_skipped(store.location, run, restored.skipped)
         return ResumePoint(restored.checkpoint, store.training.begin_generation(restored.checkpoint, run=run), ())
 
 

@@ -121,11 +121,6 @@ class SaveReporting:
         for capture in lost:
             warn_user(self._lost([capture]), LostCheckpointWarning)
 
-    def warn_of_skipped(self, reasons: Iterable[str]) -> None:
-        """Warn of newer checkpoints that a restore skipped."""
-        for reason in reasons:
-            warn_user(f"store {self._store}, run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
-
     def warn_of_unrecovered(self, captures: Iterable[RecoveredCapture]) -> None:
         """Warn of captures of killed processes that could not be committed."""
         for capture in captures:
@@ -156,12 +151,7 @@ class SaveReporting:
         return bool(steps)
 
     def abandon_suspects(self, store: Store, suspects: Container[str], *, stay: bool) -> tuple[int | None, str]:
-        """Abandon checkpoints that may be torn, and those after them.
-
-        Args:
-            store: the store of the run.
-            suspects: save ids of checkpoints that may be torn.
-            stay: abandon nothing.
+        """Abandon checkpoints that may be torn (save ids ``suspects``), and those after them, unless ``stay``.
 
         Returns:
             The generation that this opens, or None, and a warning, or an empty text.

@@ -165,9 +165,12 @@ class Session:
             self._keys.put(self._read_key(self.rank), str(number).encode())
         return announced
 
-    def post(self, at: Round, value: bytes, *, failed: bool = False) -> None:
+    def post(self, at: Round, value: bytes, tag: bytes = _VALUE) -> None:
         """Send a value from rank 0 to all other ranks."""
-        self._post(at, (_FAILED if failed else _VALUE) + value)
+        key = self._key(at)
+        with self._lock:
+            self._posted.append((at, key))
+        self._keys.put(key, tag + value)
 
     def receive(self, at: Round, what: str, patience: int = 1) -> bytes:
         """Wait for the value that rank 0 posts, up to ``patience`` times the time limit."""
@@ -197,16 +200,12 @@ class Session:
         if not self.is_first:
             self._keys.put(self._report_key(at, self.rank), tagged)
         elif failed:
-            self.post(at, b"rank 0: " + value, failed=True)
+            self.post(at, b"rank 0: " + value, _FAILED)
 
     def agree(self, at: Round, value: bytes, decide: Decide, what: str) -> bytes:
-        """Report, and return the verdict.
+        """Report ``value``, and return the verdict; ``what`` names the action in errors.
 
-        Args:
-            at: the round.
-            value: the report of this rank.
-            decide: called on rank 0 with the reports of all ranks; its errors fail the round on all ranks.
-            what: name of the action in errors.
+        Rank 0 calls ``decide`` with the reports of all ranks. An error of ``decide`` fails the round on all ranks.
         """
         if not self.is_first:
             self.report(at, value)
@@ -216,7 +215,7 @@ class Session:
         try:
             verdicts = decide(reports)
         except BaseException as error:
-            self.post(at, f"rank 0: {error}".encode(), failed=True)
+            self.post(at, f"rank 0: {error}".encode(), _FAILED)
             raise
         if isinstance(verdicts, bytes):
             self.post(at, verdicts)
@@ -224,7 +223,7 @@ class Session:
         key = self._key(at)
         for rank, verdict in enumerate(verdicts[1:], 1):
             self._keys.put(f"{key}/to/{rank}", verdict)
-        self._post(at, _EACH)
+        self.post(at, b"", _EACH)
         return verdicts[0]
 
     def agree_json(self, at: Round, value: object, decide: Callable[[list[Any]], object], what: str) -> Any:  # noqa: ANN401 - JSON
@@ -267,7 +266,7 @@ class Session:
                 if missing:
                     self._stragglers.note(missing)
                     details = {"ranks": [*missing], "waited_s": clock.waited_s}
-                    self._post(at, _MISSING + json.dumps(details).encode())
+                    self.post(at, json.dumps(details).encode(), _MISSING)
                     raise missing_error([*missing], what, clock.waited_s)
             reports += self._keys.get(part)
         self._stragglers.clear()
@@ -276,7 +275,7 @@ class Session:
         ]
         if failures:
             message = "; ".join(failures[:_SHOWN])
-            self.post(at, message.encode(), failed=True)
+            self.post(at, message.encode(), _FAILED)
             raise RankFailedError(message)
         return [report[1:] for report in reports]
 
@@ -330,12 +329,6 @@ class Session:
 
     def _read_keys(self) -> list[str]:
         return [*map(self._read_key, range(1, self.world_size))]
-
-    def _post(self, at: Round, value: bytes) -> None:
-        key = self._key(at)
-        with self._lock:
-            self._posted.append((at, key))
-        self._keys.put(key, value)
 
     def _forget_before(self, at: Round) -> None:
         """Remove the keys of earlier rounds, which all ranks that report in this one have read."""

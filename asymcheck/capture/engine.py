@@ -68,7 +68,10 @@ class CaptureEngine:
         later = sorted(deferred, key=lambda number: capture.plan.release[number])
         try:
             # This comes first, because making room frees frames of earlier captures.
-            unchanged = self._take_unchanged(capture, eager)
+            unchanged = self._unchanged.take(capture, eager)
+            with self._changed:
+                capture.reused = frozenset(unchanged)
+                capture.uncopied -= len(unchanged)
             capture.transfers.begin()
             later = self._copy_early(capture, later)
             with timed("source digest", 0, capture.named):
@@ -130,13 +133,6 @@ class CaptureEngine:
                 self._copy_released(capture, number)
                 early.add(number)
         return [number for number in numbers if number not in early]
-
-    def _take_unchanged(self, capture: Capture, eager: Sequence[int]) -> list[int]:
-        numbers = self._unchanged.take(capture, eager)
-        with self._changed:
-            capture.reused = frozenset(numbers)
-            capture.uncopied -= len(numbers)
-        return numbers
 
     def enter_window(self, number: int) -> None:
         """Begin a window of the plan, and release the partitions of this and earlier windows."""
@@ -315,23 +311,18 @@ class CaptureEngine:
 
     def _take(self, capture: Capture, length: int) -> RingSlot:
         slot = self.ring.take(length)
-        if slot is not None:
-            return slot
-        with timed("room", length, capture.named):
-            return self._take_when_free(capture, length)
-
-    def _take_when_free(self, capture: Capture, length: int) -> RingSlot:
-        while True:
-            INTERRUPTS.deliver()
-            if capture.error is not None:
-                raise capture.error
-            emit("ring.full", str(capture.request.step), length)
-            self._settle_aside(capture)
-            if not (self.flusher.make_room() or self.flusher.let_stream(capture) or self._complete_one()):
-                self.ring.wait_for_room(_ROOM_POLL_S)
-            slot = self.ring.take(length)
-            if slot is not None:
-                return slot
+        if slot is None:
+            with timed("room", length, capture.named):
+                while slot is None:
+                    INTERRUPTS.deliver()
+                    if capture.error is not None:
+                        raise capture.error
+                    emit("ring.full", str(capture.request.step), length)
+                    self._settle_aside(capture)
+                    if not (self.flusher.make_room() or self.flusher.let_stream(capture) or self._complete_one()):
+                        self.ring.wait_for_room(_ROOM_POLL_S)
+                    slot = self.ring.take(length)
+        return slot
 
     def _complete_one(self) -> bool:
         """Complete an earlier copy so that it can leave the ring. Only the capture thread does so."""

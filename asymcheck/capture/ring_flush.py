@@ -386,13 +386,9 @@ class RingFlusher:
             }
 
     def _reader(self, capture: Capture) -> Callable[[Digest], memoryview]:
-        slots = dict(zip(capture.digests, capture.slots, strict=True))
-
-        def payload(name: Digest) -> memoryview:
-            slot = slots[name]
-            return memoryview(b"") if slot is None else self._ring.payload(slot)
-
-        return payload
+        pairs = zip(capture.digests, capture.slots, strict=True)
+        slots = {name: slot for name, slot in pairs if slot is not None}
+        return lambda name: self._ring.payload(slots[name])
 
     def close(self) -> bool:
         """Commit all queued captures, and end the threads; return whether every complete capture is durable."""

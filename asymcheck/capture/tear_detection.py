@@ -16,20 +16,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 
 from asymcheck.capture.device_copy import Device, EagerCopies, Transfers
 from asymcheck.capture.device_sums import DeviceSums, checksum
+from asymcheck.config import Proof
 from asymcheck.errors import CaptureWarning, TornCaptureError, listed, warn_user
 from asymcheck.format.digest import digest
 from asymcheck.state.leaves import Leaf, digest_pieces
 from asymcheck.state.partition_plan import Partition
 from asymcheck.types import Digest, SaveId
-
-Proof = Literal["full", "sampled", "off"]
-"""Share of the source that is digested at the start of a capture."""
 
 FIRST = 2
 """Number of fully digested captures, at the start and again after further tensors are deferred."""
@@ -53,11 +50,8 @@ class SourceDigests:
     ) -> None:
         """Start without digests.
 
-        Args:
-            names: tensor names, by row.
-            partitions: partitions, by number.
-            transfers: copies from devices.
-            digests: digests of the partitions that are complete in the ring, by number.
+        ``names`` are those of the tensors, by row. ``digests`` are those of the partitions that are complete in the
+        ring, by number.
         """
         self.names, self.partitions = names, partitions
         self._transfers, self._digests = transfers, digests

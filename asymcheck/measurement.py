@@ -100,10 +100,7 @@ def device_copy(budget_s: float) -> tuple[str, float] | None:
 def ring_limits(folder: Path, freed: int = 0, processes: int = 1) -> list[int]:
     """Return upper limits in bytes for a ring in ``folder``: nine tenths of the folder, and half of the memory.
 
-    Args:
-        folder: folder of the ring.
-        freed: bytes of a ring that will be removed.
-        processes: number of processes that create a ring at the same time.
+    A ring of ``freed`` bytes will be removed. Several ``processes`` may create a ring at the same time.
     """
     limits = []
     with contextlib.suppress(OSError):
@@ -152,15 +149,15 @@ def _encoders(sample: Sample) -> Iterator[tuple[int, Callable[[], Encoded]]]:
         yield registry.CODEC_DELTA, lambda: encode_delta(name, plain, segments, older, base)
 
 
-_ROUNDS_MIN = 3
+_ROUNDS_MIN, _ROUNDS_MAX = 3, 100
 
 
-def seconds_of(work: Callable[[], object], budget_s: float, rounds: int = 100) -> float:
+def seconds_of(work: Callable[[], object], budget_s: float) -> float:
     """Return the median time of at least three calls of ``work`` within a time budget, after a warm-up call."""
     work()
     taken: list[float] = []
     began = time.perf_counter()
-    while len(taken) < rounds and (len(taken) < _ROUNDS_MIN or time.perf_counter() - began < budget_s):
+    while len(taken) < _ROUNDS_MAX and (len(taken) < _ROUNDS_MIN or time.perf_counter() - began < budget_s):
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)
@@ -212,8 +209,7 @@ def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
             f"store {tier.root} has {readable_size(free)} free, but a measurement needs "
             f"{readable_size(_ROOM_FACTOR * effort.file_bytes)}; free disk space, or measure with --quick"
         )
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(scratch(tier))
+    with scratch(tier) as file:
         lane = _Lanes(tier, file, effort)
         new_s = lane.passed(file.write, sync=True)[1]
         length = lane.length

@@ -50,13 +50,9 @@ def _all_savers() -> tuple[BackgroundSaver, ...]:
 
 
 def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> LineagePosition:
-    """Return the position of a new checkpoint on the line of training.
+    """Return the position of a new checkpoint on the line of training; ``generation`` is by default the current one.
 
-    Args:
-        tier: the store.
-        run: the run.
-        generation: the generation; None for the current one.
-        before: with several ranks, the save id of the checkpoint, because other ranks may have saved later ones.
+    With several ranks, ``before`` is the save id of the checkpoint, because other ranks may have saved later ones.
 
     Raises:
         InvalidInputError: the generation was never begun, so a checkpoint of it would hide the newest one.
@@ -76,7 +72,6 @@ class TrainingServices:
     """Background saves, background pushes and generations of an opened store."""
 
     def __init__(self, opened: OpenedStore) -> None:
-        """Serve one opened store."""
         self.opened = opened
         """The opened store."""
         self._backgrounds: set[BackgroundSaver] = set()
@@ -117,7 +112,6 @@ class TrainingServices:
         from asymcheck.capture.background_saver import BackgroundSaver
 
         tier = self.opened.writable()
-        layout.check_run(run)
 
         def placing(capture: Capture) -> LineagePosition:
             return place(tier, run, generation(), None if session is None else capture.request.save_id)
@@ -156,14 +150,10 @@ class TrainingServices:
     ) -> BackgroundPush:
         """Return a push of checkpoints as they become durable, in a child process. Start it, and close it.
 
-        Checkpoints that are in the store already are pushed, too. An interrupted push continues by itself.
-
-        Args:
-            rules: the remote location, and the checkpoints to push. None for a push that does nothing.
-            run: name of the run.
-            poll_s: seconds between two looks for new checkpoints of other processes.
-            prunes: remove checkpoints at the location that ``Push.keep`` does not keep. If several stores push one run
-                to one location, only one of them may prune.
+        Checkpoints that are in the store already are pushed, too. An interrupted push continues by itself. Without
+        ``rules``, the push does nothing. Every ``poll_s`` seconds, it looks for checkpoints of other processes. With
+        ``prunes``, it removes checkpoints at the location that ``Push.keep`` does not keep. If several stores push one
+        run to one location, only one of them may prune.
 
         Raises:
             InvalidInputError: the run or the URI is invalid, or the program has no Python interpreter for the child.

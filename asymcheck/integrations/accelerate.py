@@ -9,7 +9,6 @@ This module does not import ``accelerate``, because the accelerator provides eve
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,7 +70,7 @@ def accelerator_state(accelerator: Any) -> dict[str, object]:  # noqa: ANN401 - 
 
 
 def _numbered(name: str, items: Iterable[object]) -> dict[str, object]:
-    return {name if number == 0 else f"{name}_{number}": item for number, item in zip(itertools.count(), items)}
+    return {name if number == 0 else f"{name}_{number}": item for number, item in enumerate(items)}
 
 
 def _has_hidden_order(loader: Any) -> bool:  # noqa: ANN401 - as above

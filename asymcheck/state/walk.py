@@ -24,7 +24,6 @@ from asymcheck.state.typed_values import TypedValue, is_nested, remedy_for, type
 from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
 
-TENSOR_TAGS = ("T", "N")
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 """Types that are stored as mappings. A Counter, as in learning rate schedulers, is stored as a plain mapping."""

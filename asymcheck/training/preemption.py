@@ -9,16 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.config import SECONDS, Grace, check_number
 from asymcheck.errors import InvalidInputError, Preempted, PreemptionWarning, warn_user
 from asymcheck.executor import Thread, start
 from asymcheck.training.interval_controller import AnnouncedSteps
-
-if TYPE_CHECKING:
-    from asymcheck.training.resume import ResumeCoordinator
+from asymcheck.training.resume import ResumeCoordinator
 
 _COPY_S = 2.0
 """Time in which further signals are copies of the first: torchrun forwards the signal that all processes receive."""

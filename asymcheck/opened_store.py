@@ -123,9 +123,7 @@ class OpenedStore:
     def read(self, load: Callable[[ReadTier], Loaded], *, is_newest: bool) -> Restored:
         """Call ``load`` with the tier to read from, and return its result with a description of the checkpoint.
 
-        Args:
-            load: reads a checkpoint.
-            is_newest: whether ``load`` reads the newest consistent checkpoint.
+        ``is_newest`` tells whether ``load`` reads the newest consistent checkpoint.
         """
         with self.source() as source:
             loaded = load(source)

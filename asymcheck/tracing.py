@@ -75,12 +75,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Start the trace, and overwrite ``path``.
-
-        Raises:
-            StorageError: the file cannot be written, or another process writes its trace there.
-            InvalidInputError: ``path`` is not a path.
-        """
+        """Start the trace, and overwrite ``path``. Raises the errors of :func:`trace`."""
         self._pid = os.getpid()
         # A signal handler may interrupt this thread while it writes a line, and wait for other threads. Therefore no
         # thread waits for this lock: if the lock is held, the holder writes the line.
@@ -128,7 +123,6 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             raise StorageError(message) from self._failure
 
     def __exit__(self, *_error: object) -> None:
-        """End the trace."""
         self.close()
 
     def _on_interval(self, interval: Interval) -> None:

@@ -93,7 +93,6 @@ class CheckpointRef:
     """Id of the save."""
 
     def __str__(self) -> str:
-        """Return the name for messages."""
         return f"step {self.step} (generation {self.generation}, save {self.save_id.hex()[:12]})"
 
 

@@ -106,7 +106,6 @@ class Transfers:
     """
 
     def __init__(self, devices: Devices, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
-        """Assign the tensors to devices."""
         self._leaves, self._partitions, self._holds = leaves, partitions, devices.holds
         self.device_of_row = devices.of_all([leaf.source for leaf in leaves])
         """Device of each tensor; None for host memory."""

@@ -193,7 +193,6 @@ class CheckpointReport:
     """The reason of the loss; None for a durable checkpoint."""
 
     def __str__(self) -> str:
-        """Return one line."""
         size = f"step {self.step}: {readable_size(self.state_bytes)} in {counted(self.partitions, 'partition')}"
         stalled = f"{size}; stalled {span(self.stalled_s)}"
         if self.error is not None:

@@ -64,19 +64,12 @@ class CaptureSchedule:
     """Chooses plans, and measures iterations. For the training thread, except :meth:`_mark`."""
 
     def __init__(
-        self,
-        capture: CaptureConfig,
-        store: StoreConfig,
-        previous: object,
-        enter_window: Callable[[int], None],
+        self, capture: CaptureConfig, store: StoreConfig, previous: object, enter_window: Callable[[int], None]
     ) -> None:
         """Start without a profile.
 
-        Args:
-            capture: configuration with the kind of schedule.
-            store: configuration with the sizes of partitions.
-            previous: plan record of the run's newest checkpoint, or None.
-            enter_window: callback at the start of a window, on the thread that reached its boundary.
+        ``previous`` is the plan record of the run's newest checkpoint, or None. ``enter_window`` is called at the start
+        of a window, on the thread that reached its boundary.
         """
         self._kind = capture.schedule
         self._config = store

@@ -77,7 +77,6 @@ class Replicas:
     """Replicas that this rank shares with others. For the commit thread."""
 
     def __init__(self, rank: int) -> None:
-        """Start without an assignment on rank ``rank``."""
         self._rank = rank
         self._shared: _Shared | None = None
         self._identities: list[bytes] = []

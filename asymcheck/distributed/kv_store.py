@@ -128,14 +128,10 @@ class Clock:
         is_ending: Callable[[], bool],
         is_gone: Callable[[], bool] | None = None,
     ) -> None:
-        """Start the clock.
+        """Start the clock, for a limit of ``timeout_s`` and ``waiting_ranks`` that wait at the same time.
 
-        Args:
-            timeout_s: time limit in seconds.
-            waiting_ranks: number of ranks that wait at the same time.
-            is_ending: return whether this process is about to exit, which shortens the limit.
-            is_gone: return whether a rank that was missing before is still missing, which shortens the limits to a
-                fraction.
+        ``is_ending`` tells whether this process is about to exit, which shortens the limit. ``is_gone`` tells whether a
+        rank that was missing before is still missing, which shortens all limits to a fraction.
         """
         self._began = time.monotonic()
         self._timeout_s = timeout_s

@@ -57,11 +57,8 @@ class DivergenceDetector:
 
         Only partitions that were equal after a change count as replicas, because initial values may be equal by chance.
 
-        Args:
-            places: for each rank, a hash of the position of each partition in the state.
-            keys: for each rank, a hash of position and content of each partition.
-            store_of: for each rank, its store.
-            step: the current step.
+        For each rank, ``places`` has a hash of the position of each partition in the state, ``keys`` has a hash of
+        position and content, and ``store_of`` is its store.
         """
         counts = [len(rank_places) for rank_places in places]
         ranks = np.repeat(np.arange(len(counts)), counts)

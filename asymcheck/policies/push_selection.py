@@ -64,9 +64,7 @@ class Push:
 def mismatch(push: Push, every: int | None) -> str | None:
     """Return a message if ``Push.every`` is the only rule, and selects few of the saved steps.
 
-    Args:
-        push: the rules.
-        every: number of steps between two checkpoints; None if measurements decide.
+    ``every`` is the number of steps between two checkpoints; None if measurements decide.
     """
     if push.every in (None, 1) or (push.every_s, push.best) != (None, None):
         return None
@@ -139,11 +137,8 @@ def _best(best: Best, ordered: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
 def held(push: Push, waiting: Sequence[str], sending: str | None, begun: str | None = None) -> dict[str, str]:
     """Return the save ids that the retention of the store must keep, with the reasons.
 
-    Args:
-        push: the rules.
-        waiting: save ids of the result of :func:`due`.
-        sending: save id of the checkpoint that is being uploaded, if any.
-        begun: save id of the newest waiting checkpoint that another machine has begun to push, if any.
+    ``waiting`` has the save ids of the result of :func:`due`. If any, ``sending`` is being uploaded, and ``begun`` is
+    the newest waiting checkpoint that another machine has begun to push.
     """
     reasons = dict.fromkeys(waiting[max(len(waiting) - push.hold, 0) :], "to be pushed")
     if begun is not None:

@@ -66,7 +66,6 @@ class PartitionCopy:
         return _bases_of(self.pack, np.array([self.sequence]))
 
     def __str__(self) -> str:
-        """Return the name for errors."""
         return f"frame {self.sequence} of pack {self.pack.header.pack_id.hex()}"
 
 
@@ -79,7 +78,6 @@ class PartitionSet:
     """A set of partitions with their plain lengths, in columns."""
 
     def __init__(self, digests: npt.NDArray[np.void], lengths: npt.NDArray[np.int64]) -> None:
-        """Create a set of distinct ``digests`` with their lengths."""
         self.digests = DigestSet(digests)
         self.lengths = lengths[self.digests.first]
 

@@ -43,11 +43,7 @@ class Demand:
 
     @classmethod
     def of(cls, parts: ShardSet, number: int, box: Box) -> Demand:
-        """Return the demand for a box of a tensor.
-
-        Raises:
-            StateMismatchError: as :meth:`ShardSet.pieces`.
-        """
+        """Return the demand for a box of a tensor. Raises the errors of :meth:`ShardSet.pieces`."""
         pieces = parts.pieces(number, box)
         is_stored = len(pieces) == 1 and pieces[0].crossing is None
         return cls(pieces[0].row if is_stored else of_box(parts.row(number), box), pieces)

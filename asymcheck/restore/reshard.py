@@ -63,11 +63,7 @@ class ShardSet:
         return len(self._manifests) == self._manifests[0].header.world_size
 
     def shapes(self) -> list[object]:
-        """Return the states of ranks that differ, or have empty shards of other tensors; the own first.
-
-        Raises:
-            FormatError, StateMismatchError: as :func:`asymcheck.restore.state_template.read_shape`.
-        """
+        """Return the states of ranks that differ, or have empty shards of other tensors; the own first."""
         shapes: list[object] = []
         trees: list[object] = []
         for first, manifest in zip(self._firsts, self._manifests, strict=False):
@@ -81,8 +77,7 @@ class ShardSet:
         """Return the row of a tensor by its number."""
         position = self._position(number)
         if position not in self._rows:
-            manifest = self._manifests[position]
-            self._rows[position] = manifest.rows()
+            self._rows[position] = self._manifests[position].rows()
         return self._rows[position][number - self._firsts[position]]
 
     def rank_of(self, number: int) -> int:

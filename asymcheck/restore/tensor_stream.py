@@ -50,10 +50,7 @@ def stream(
     """Read a checkpoint, verify every byte, and pass it to ``sink``.
 
     With ``rank``, stream the shards of that rank; otherwise, whole tensors of all ranks. A damaged candidate is skipped
-    as in :func:`asymcheck.restore.load.load`.
-
-    Raises:
-        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :func:`asymcheck.restore.load.load`.
+    as in :func:`asymcheck.restore.load.load`, which raises the same errors if no candidate can be read.
     """
 
     def read(resolved: Resolved) -> object:

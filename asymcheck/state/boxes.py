@@ -200,11 +200,7 @@ class Crossing:
     def __init__(self, source: Box, target: Box, common: Box, width: int) -> None:
         """Map bytes of ``source`` to bytes of ``target``.
 
-        Args:
-            source: the box to copy from.
-            target: the box to copy to.
-            common: their intersection, which is not empty.
-            width: bytes of an element.
+        Their intersection ``common`` is not empty. An element has ``width`` bytes.
         """
         self.nbytes = common.elements * width  # bytes of the intersection
         # Dimensions of one element, or that both boxes span as a whole, are merged. Usually, one dimension remains.

@@ -132,7 +132,6 @@ class _Recorder(Walker):
     """Walk that records tensors instead of describing them."""
 
     def __init__(self, called: Called, known: _Known) -> None:
-        """Expect the same state as before."""
         super().__init__(called)
         self._nodes = iter(known.nodes)
         # Nodes that are still the same are used again, because many new lists trigger Python's garbage collector.

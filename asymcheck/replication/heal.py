@@ -105,13 +105,8 @@ def _heads(
 
 
 def _listings(remote: RemoteTier, lost: dict[str, None], failed: dict[str, str]) -> list[CheckpointFiles]:
-    """Return the lost checkpoints that are complete at the location."""
+    """Return the lost checkpoints of which the location has a part: other machines may not have pushed theirs."""
     runs = dict.fromkeys(name.removeprefix("run ").partition(",")[0] for name in lost)
-    complete = {
-        f"run {run}, {listing.ref}": listing
-        for run in runs
-        for listing in remote.manifests.checkpoints(run)
-        if listing.is_complete
-    }
-    failed |= {name: "the location does not have it" for name in lost if name not in complete}
-    return [complete[name] for name in lost if name in complete]
+    found = {f"run {run}, {listing.ref}": listing for run in runs for listing in remote.manifests.checkpoints(run)}
+    failed |= {name: "the location does not have it" for name in lost if name not in found}
+    return [found[name] for name in lost if name in found]

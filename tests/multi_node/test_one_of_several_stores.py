@@ -107,6 +107,17 @@ def test_repair_fetches_own_shards_only(stores: list[Path], there: str) -> None:
     assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "1 of 2"), (2, "1 of 2")]
 
 
+def test_repair_needs_no_part_of_other_machines(stores: list[Path], tmp_path: Path) -> None:
+    """Test lost packs of a checkpoint of which no other machine has pushed its part."""
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[1], config=CONFIG, remote=location) as store:
+        store.push(location, everything=True)
+        for pack in (stores[1] / "packs").iterdir():
+            pack.unlink()
+        assert not store.repair().left
+    assert steps_in(stores[1]) == [(0, "1 of 2"), (1, "1 of 2"), (2, "1 of 2")]
+
+
 def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> None:
     """Test an intact part whose other parts are in another store."""
     outcome = CliRunner().invoke(commands, ["verify", str(stores[0])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
 import pytest
 import safetensors.torch
@@ -187,8 +188,8 @@ def test_a_torch_that_cannot_write_a_dtype_is_named(
 ) -> None:
     """Test torch 2.5, which cannot write all dtypes of random number generators. Newer releases imitate its error."""
 
-    def refuse(_state: object, path: Path) -> None:
-        path.write_bytes(b"begun")
+    def refuse(_state: object, stream: IO[bytes]) -> None:
+        stream.write(b"begun")
         raise KeyError("dtype torch.uint32 is not recognized")
 
     store.save({"a": torch.ones(3, dtype=torch.uint32)}, step=1)

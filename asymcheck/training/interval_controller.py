@@ -102,7 +102,13 @@ class IntervalController:
             # Not after the first step, which compiles and allocates, and before a step time is known.
             settled = so_far.durable + so_far.lost >= so_far.captures
             return bool(self._step_s) and (not self._begun or (settled and self._since >= _STEPS_BETWEEN))
-        self.chosen = choose_interval(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
+        # The medians take longer than the rest of a step that saves nothing.
+        if self._is_reached(step) or self._since % _STEPS_KEPT == 0:
+            self.chosen = choose_interval(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
+        return self._is_reached(step)
+
+    def _is_reached(self, step: int) -> bool:
+        """Tell whether the chosen interval ends at a step."""
         return self._captured is None or step < self._captured or step - self._captured >= self.chosen.steps
 
     def _measure(self, step: int, now_s: float, stalled: float) -> None:

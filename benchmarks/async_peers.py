@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import asymcheck
 from asymcheck.config import CaptureConfig
-from benchmarks import peers
+from benchmarks import peers, states
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -97,18 +97,7 @@ def train(iterate: Callable[[int], object], saver: Saver, every: int, steps: int
 
 def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of objects with ``state_dict`` by dotted names, without a copy."""
-    return _flat({key: value.state_dict() for key, value in state.items()})
-
-
-def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return {name: value}
-    items = value.items() if isinstance(value, dict) else ()
-    return {
-        inner: tensor
-        for key, item in items
-        for inner, tensor in _flat(item, f"{name}.{key}" if name else str(key)).items()
-    }
+    return states.named_tensors({key: value.state_dict() for key, value in state.items()})
 
 
 Schedule = Literal["immediate", "asymmetric", "symmetric", "eager"]
@@ -175,10 +164,8 @@ class Blocking(Saver):
     def save(self, step: int) -> None:
         """Save durably."""
         began = time.perf_counter()
-        # Pass each tensor once. Otherwise, clones for a library that refuses tied weights would count as time of the
-        # library.
-        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
-        peers.save_durably(self._peer, dict(unique.values()), self.where / str(step))
+        # Otherwise, clones for a library that refuses tied weights would count as time of the library.
+        peers.save_durably(self._peer, states.unique(self.tensors()), self.where / str(step))
         self.stalls.append(time.perf_counter() - began)
         self.durable.append(self.stalls[-1])
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import asymcheck
-from benchmarks import environment, peers, training
+from benchmarks import environment, peers, states, training
 from benchmarks.report import Report, Row, rotated, row
 
 COUNT = 100
@@ -82,7 +82,8 @@ def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], 
     torch.save(run.state(), where.with_suffix(".pt"))
     used_bytes[TORCH] = count * peers.on_drive(where.with_suffix(".pt"))
     # safetensors accepts only tensors, and each memory once.
-    tensors = {name: tensor.contiguous() for name, tensor in training.tensors_of(run.state())}
+    unique = states.unique(states.named_tensors(run.state()))
+    tensors = {name: tensor.contiguous() for name, tensor in unique.items()}
     save_file(tensors, where.with_suffix(".safetensors"))
     used_bytes[SAFETENSORS] = count * peers.on_drive(where.with_suffix(".safetensors"))
     return used_bytes, times

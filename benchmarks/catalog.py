@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from asymcheck.config import StoreConfig
 from asymcheck.restore.resolve import candidates, resolve_one
 from asymcheck.storage.nvme import NvmeTier
 from benchmarks import environment, synthetic
-from benchmarks.report import Report, Row, row
+from benchmarks.report import Report, Row, row, seconds_of
 from benchmarks.synthetic import Shape
 
 FULL = Shape(partitions=1_000_000, checkpoints=1_000)
@@ -61,10 +59,10 @@ def _reads(where: Path, label: str, rounds: int) -> list[Row]:
     """Measure read-only operations: open, resolve the newest checkpoint, list all."""
     opens, resolves, listings = [], [], []
     for _ in range(rounds):
-        opens.append(_seconds(lambda: asymcheck.Store.open(where, read_only=True).close()))
-        resolves.append(_seconds(lambda: _resolve(where)))
+        opens.append(seconds_of(lambda: asymcheck.Store.open(where, read_only=True).close()))
+        resolves.append(seconds_of(lambda: _resolve(where)))
         with asymcheck.Store.open(where, read_only=True) as store:
-            listings.append(_seconds(store.checkpoints))
+            listings.append(seconds_of(store.checkpoints))
     return [
         row(label, "open", "s", opens),
         row(label, "resolve", "s", resolves),
@@ -88,7 +86,7 @@ def _commits(stores: dict[str, Path], rounds: int) -> dict[str, list[float]]:
         # The first round opens the catalogs.
         for number in range(rounds + 1):
             for name, store in opened.items():
-                seconds = _seconds(partial(store.save, {"weights": torch.randn(_SAVED_BYTES // 4)}, step=_STEP))
+                seconds = seconds_of(partial(store.save, {"weights": torch.randn(_SAVED_BYTES // 4)}, step=_STEP))
                 store.delete(_STEP)
                 if number > 0:
                     times[name].append(seconds * 1e3)
@@ -113,19 +111,13 @@ def _collections(where: Path, label: str, shape: Shape) -> list[Row]:
     """Delete the newest checkpoint, which references every partition, and a tenth of the others; collect garbage."""
     with asymcheck.Store.open(where, create=True) as store:
         steps = [shape.checkpoints - 1, *range(shape.checkpoints // 10)]
-        deletions = [_seconds(partial(store.delete, step)) * 1e3 for step in steps]
-        dry = _seconds(lambda: store.gc(dry_run=True))
-        real = _seconds(store.gc)
-        again = _seconds(store.gc)
+        deletions = [seconds_of(partial(store.delete, step)) * 1e3 for step in steps]
+        dry = seconds_of(lambda: store.gc(dry_run=True))
+        real = seconds_of(store.gc)
+        again = seconds_of(store.gc)
     return [
         row(label, "delete", "ms", deletions),
         row(label, "gc, dry run", "s", [dry]),
         row(label, f"gc of {len(steps)} deleted", "s", [real]),
         row(label, "gc of nothing", "s", [again]),
     ]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

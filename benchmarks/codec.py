@@ -33,6 +33,7 @@ from benchmarks.packers import (
     threads,
 )
 from benchmarks.report import Report, Row, row
+from benchmarks.states import named_tensors, unique
 from benchmarks.training import State
 
 _PIECE = 4 << 20
@@ -92,7 +93,7 @@ def _states(run: training.Run, gaps: Sequence[int]) -> dict[int, State]:
 def _kinds(state: State, older: State | None = None) -> dict[str, Kind]:
     """Return the floats of a state by role and dtype, with those of an older state."""
     parts: dict[tuple[str, str], list[bytes]] = {}
-    for name, tensor in training.tensors_of(state):
+    for name, tensor in unique(named_tensors(state)).items():
         if tensor.is_floating_point() and tensor.numel() > 1:
             role = "master" if name.startswith("master.") else role_of(name)
             dtype = str(tensor.dtype).removeprefix("torch.")

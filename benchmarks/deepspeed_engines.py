@@ -26,7 +26,7 @@ from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
 from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import DataParallelWriterConfig
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
 
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.async_peers import Saver, flat_tensors
 
 Kind = Literal["Torch", "Fast", "Decoupled"]
@@ -52,8 +52,7 @@ class Engine(Saver):
         self._uncommitted = CheckpointCommitInfo(tag=str(step), save_dir=str(self.where), save_latest=True)
         self._engine.create(self._uncommitted)
         (self.where / str(step)).mkdir()
-        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
-        self._engine.save(dict(unique.values()), str(self.where / str(step) / _FILE))
+        self._engine.save(states.unique(self.tensors()), str(self.where / str(step) / _FILE))
         if not self._engine.is_decoupled():
             self._commit()
         self.stalls.append(time.perf_counter() - self._began)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import asymcheck
 from benchmarks import environment, peers, raw, states
-from benchmarks.report import Report, best, rotated, row
+from benchmarks.report import Report, best, rotated, row, seconds_of
 
 OVER = "over its old file"
 
@@ -105,9 +104,7 @@ class _Durable:
 
     def _save(self, store: asymcheck.Store) -> float:
         self._step += 1
-        began = time.perf_counter()
-        store.save(self._state, step=self._step)
-        return time.perf_counter() - began
+        return seconds_of(lambda: store.save(self._state, step=self._step))
 
     def _saver(self, peer: peers.Peer) -> Callable[[], float]:
         return lambda: peers.save_durably(peer, self._tensors, self._path_of(peer))

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import asymcheck
 from asymcheck.config import CaptureConfig
-from benchmarks import async_peers, coldness, environment, peers, raw
+from benchmarks import async_peers, coldness, environment, peers, raw, states
 from benchmarks.async_peers import ASYNC, SYNC, Factory, Ours, Saver, Schedule
 from benchmarks.report import Report, Row, best, rotated, row
 
@@ -226,9 +226,7 @@ def _costs(loop: _Loop, factory: Factory, where: Path, plain: list[float], warm_
 def _restores(loop: _Loop, where: Path, rounds: int) -> tuple[list[Row], dict[str, float]]:
     """Measure restores onto the device, by asymcheck and by other libraries, and raw reads of as many bytes."""
     where.mkdir()
-    # Peers refuse tensors that share memory.
-    unique = {tensor.data_ptr(): (name, tensor) for name, tensor in async_peers.flat_tensors(loop.state).items()}
-    tensors = dict(unique.values())
+    tensors = states.unique(async_peers.flat_tensors(loop.state))
     limit = raw.Limit([tensor.cpu() for tensor in tensors.values()])
     limit.write(where / "raw")
     filled = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}

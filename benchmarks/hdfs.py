@@ -17,7 +17,6 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,8 @@ from asymcheck.format import layout
 from benchmarks import environment, states, training
 from benchmarks.beside_training import PUSH, PUT_FROM_MEMORY, Location, TrainingSlowdown
 from benchmarks.coldness import make_cold
-from benchmarks.report import Report, Row, row
+from benchmarks.peers import files_in
+from benchmarks.report import Report, Row, row, seconds_of
 from tools.local_hdfs import LocalHdfs
 
 if TYPE_CHECKING:
@@ -170,21 +170,18 @@ class _Throughput:
             store.push(place)
             store.save(self._state, step=1)
             os.sync()
-            make_cold([path for path in (self._where / layout.PACKS).rglob("*") if path.is_file()])
+            make_cold(files_in(self._where / layout.PACKS))
             before = len(self._reader.sizes(f"/ours-{number}/packs"))
 
-            def push() -> None:
-                store.push(place)
-
             # The sizes of the packs are known after the first push; all rounds use the same sizes.
-            took = {PUSH: _timed(push)}
+            took = {PUSH: seconds_of(lambda: store.push(place))}
             sizes = sorted(self._reader.sizes(f"/ours-{number}/packs"))[before:]
             files = self._files(sizes)
             took[PUT] = self._raw.put(raw, files)
             os.sync()
             took[PUT_FROM_MEMORY] = self._raw.put_from_memory(f"{raw}-from-memory", self._data, sizes)
         with Store.open(place, config=self._config, create=True) as remote:
-            took[RESTORE] = _timed(lambda: remote.load(into=self._into))
+            took[RESTORE] = seconds_of(lambda: remote.load(into=self._into))
         took[GET] = self._reader.get(raw, sizes)
         took[GET_BY_PACKETS] = self._reader.get_by_packets(raw, sizes)
         if differing := states.differing(self._state, states.named_tensors(self._into)):
@@ -255,9 +252,3 @@ def _putting(url: str, folder: str, sizes: Sequence[int]) -> Iterator[Callable[[
         yield put.done
         put.result()
         raw.remove(folder)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

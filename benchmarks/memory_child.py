@@ -9,7 +9,6 @@ parent process has read the memory a last time.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 
 import asymcheck
 from benchmarks import states
-from benchmarks.resident import status_of
+from benchmarks.resident import reset_peak
 
 
 def main(operation: str, store: str, state_file: str) -> None:
@@ -32,9 +31,7 @@ def main(operation: str, store: str, state_file: str) -> None:
         warm.save({"weights": torch.zeros(1)}, step=1)
         warm.load()
     work = OPERATIONS[operation](store, state_file)
-    # 5 resets the peak of the kernel (VmHWM) to the current value.
-    Path("/proc/self/clear_refs").write_text("5")
-    print(json.dumps(status_of(os.getpid())), flush=True)
+    print(json.dumps(reset_peak()), flush=True)
     sys.stdin.readline()
     result = work()
     print("done", flush=True)

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 import asymcheck
 from benchmarks import environment, raw, resident, states
 from benchmarks.coldness import make_cold
+from benchmarks.peers import files_in, fsync
 from benchmarks.report import Report, rotated, row
 
 RAW, OURS, MERGEKIT = "raw reads and write", "asymcheck merge", "mergekit linear"
@@ -106,8 +107,7 @@ class _Merges:
     def _begin_cold(self) -> None:
         os.sync()
         folders = [self._store / "packs", *self._folders.values()]
-        paths = [path for folder in folders if folder.exists() for path in folder.iterdir() if path.is_file()]
-        self.made_cold = make_cold(paths)
+        self.made_cold = make_cold([path for folder in folders for path in files_in(folder)])
 
     def _read_and_write(self) -> float:
         self._raw[0].unlink(missing_ok=True)
@@ -144,10 +144,8 @@ class _Merges:
         began = time.perf_counter()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             merge.run_merge(chosen, str(target), options)
-        for path in _files(target):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        for path in files_in(target):
+            fsync(path)
         seconds = time.perf_counter() - began
         # It keeps the sources mapped, and mapped files stay in the page cache.
         tasks.LoaderCache().flush_all()
@@ -193,7 +191,3 @@ def _write_folder(folder: Path, model: Mapping[str, torch.Tensor], layers: int) 
         "n_head": 12,
     }
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    yield from (path for path in folder.rglob("*") if path.is_file())

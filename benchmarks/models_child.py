@@ -18,8 +18,9 @@ import torch
 
 import asymcheck.checkpointer  # noqa: F401 - imported before processes are forked
 from asymcheck.format.digest import digest
-from benchmarks import peers
+from benchmarks import peers, states
 from benchmarks.async_peers import SETTLING, Saver, flat_tensors, process_group, train, untimed
+from benchmarks.resident import peak_since, reset_peak
 from benchmarks.schemes import NONE, SCHEMES, Scheme
 from benchmarks.zoo import SizeName, Training
 
@@ -114,11 +115,10 @@ def _measure(cell: Cell, where: Path) -> Measured:
     training = _warm(cell)
     with process_group():
         plain = _Plain(training, where)
-        before = _start_of_peak()
+        before = reset_peak()
         rounds = [_round(cell, training, where / str(number), plain) for number in range(_ROUNDS)]
-        peak = _peak() - before
-    tensors = flat_tensors(training.state)
-    state_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
+        peak = peak_since(before)
+    state_bytes = sum(tensor.nbytes for tensor in states.unique(flat_tensors(training.state)).values())
     steps, count = untimed(cell.every) + cell.steps, SETTLING + len(range(0, cell.steps, cell.every))
     spent_s = statistics.mean(one.processor_s for one in rounds) - plain.processor_s * steps
     return Measured(
@@ -134,7 +134,7 @@ def _measure(cell: Cell, where: Path) -> Measured:
         bytes_a_checkpoint=statistics.mean(
             one.file_bytes / max(1, min(count, one.kept_count or count)) for one in rounds
         ),
-        peak_bytes=max(peak, 0),
+        peak_bytes=peak,
         processor_s_per_gb=max(0.0, spent_s) / (count * state_bytes / 1e9),
     )
 
@@ -272,18 +272,3 @@ def _step_of(scheme: Scheme, training: Training, where: Path) -> int:
 def _processor_s() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
-
-
-def _start_of_peak() -> int:
-    """Reset the kernel's peak of resident memory; return the current resident bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024

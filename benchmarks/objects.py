@@ -16,7 +16,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,8 @@ from asymcheck.format import layout
 from benchmarks import environment, objects_peers, resident, states, training
 from benchmarks.beside_training import PUSH, Location, TrainingSlowdown
 from benchmarks.coldness import make_cold
-from benchmarks.report import Report, best, rotated, row
+from benchmarks.peers import files_in
+from benchmarks.report import Report, best, rotated, row, seconds_of
 from tools.local_objects import BUCKET, LocalObjects, Proxy, program, variables
 
 PUT, RESTORE, GET = "raw put", "asymcheck load into", "raw get"
@@ -167,7 +167,7 @@ class _Raw:
 
     def _threaded(self, call: Callable[[Any], None], items: Sequence[object], threads: int) -> float:
         with ThreadPoolExecutor(threads) as pool:
-            return _timed(lambda: list(pool.map(call, items)))
+            return seconds_of(lambda: list(pool.map(call, items)))
 
 
 class _Throughput:
@@ -200,7 +200,7 @@ class _Throughput:
         store = Store.open(self._where, config=self._config, create=True)
         store.save(self._state, step=1)
         os.sync()
-        make_cold([path for path in (self._where / layout.PACKS).rglob("*") if path.is_file()])
+        make_cold(files_in(self._where / layout.PACKS))
         return store
 
     def _round(self, number: int) -> dict[tuple[str, str], float]:
@@ -215,12 +215,12 @@ class _Throughput:
         """Push and restore, then put and get the same number of bytes by the client."""
         place, raw = f"ours-{number}", f"raw-{number}"
         with Store.open(self._where, config=self._config) as store:
-            took = {(PUSH, SAVES): _timed(lambda: store.push(f"s3://{BUCKET}/{place}"))}
+            took = {(PUSH, SAVES): seconds_of(lambda: store.push(f"s3://{BUCKET}/{place}"))}
         sizes = self._raw.sizes(f"{place}/packs/")
         took[PUT, SAVES] = self._raw.put(raw, sizes)
         _fill(self._into)
         with Store.open(f"s3://{BUCKET}/{place}", config=self._config) as remote:
-            took[RESTORE, LOADS] = _timed(lambda: remote.load(into=self._into))
+            took[RESTORE, LOADS] = seconds_of(lambda: remote.load(into=self._into))
         took[GET, LOADS] = self._raw.get(raw, sizes)
         objects_peers.check("asymcheck", self._state, self._into)
         for prefix in (place, raw):
@@ -232,9 +232,9 @@ class _Throughput:
         peer, place = self._peers[name], f"peer-{number}"
         url = f"s3://{BUCKET}/{place}"
         _fill(self._into)
-        took = {(name, SAVES): _timed(lambda: peer.save(self._state, url))}
+        took = {(name, SAVES): seconds_of(lambda: peer.save(self._state, url))}
         loaded: list[dict[str, object]] = []
-        took[name, LOADS] = _timed(lambda: loaded.append(peer.load(self._into, url)))
+        took[name, LOADS] = seconds_of(lambda: loaded.append(peer.load(self._into, url)))
         objects_peers.check(name, self._state, loaded[0])
         self._raw.remove(place)
         return took
@@ -295,9 +295,3 @@ def _location(server: LocalObjects) -> Location:
 
 def _put(endpoint: str, prefix: str, sizes: Sequence[int]) -> None:
     _Raw(endpoint).put(prefix, sizes)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

@@ -151,11 +151,16 @@ def save_durably(peer: Peer, tensors: Tensors, where: Path) -> float:
 def sync(where: Path) -> None:
     """Sync a file, or a folder with its contents, and the directory that contains it."""
     for path in [*files_in(where), *(path for path in (where, *where.rglob("*")) if path.is_dir()), where.parent]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Sync one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def files_in(where: Path) -> list[Path]:

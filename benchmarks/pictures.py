@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, rounded
 
 _OURS, _PEERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
 _HEIGHT = 0.72
@@ -138,12 +138,8 @@ def _bars(axis: Axes, bars: Sequence[Bar], scale: float, unit: str, gap: int = 0
     axis.invert_yaxis()
     axis.set_xlim(0, max(row.max * scale for row in rows) * 1.2)
     for position, row in zip(positions, rows, strict=True):
-        text = _number(row.median * scale)
+        text = rounded(row.median * scale)
         axis.annotate(text, (row.max * scale, position), (5, 0), textcoords="offset points", va="center", fontsize=8)
     axis.set_xlabel(f"{unit}, less is better", fontsize=8.5)
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

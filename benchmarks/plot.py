@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.curve import draw_curve, draw_link
 from benchmarks.panels import draw_goodput, draw_models
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, rounded
 
 _OURS, _PEERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
 _STYLES = ("--", ":", "-.", (0, (7, 2, 1, 2, 1, 2)))
@@ -82,13 +82,13 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
         axis.set_xlim(0, end * 1.14 or 1)
     for position, row in zip(positions, bars, strict=True):
         axis.annotate(
-            _number(row.median), (row.max, position), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
+            rounded(row.median), (row.max, position), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
         )
     lines = [(row.system, row.median) for row in rows if _is_limit(row)] + (
         [("size of the state", size)] if size else []
     )
     for (name, value), style in zip(lines, itertools.cycle(_STYLES), strict=False):
-        axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {_number(value)} {unit}")
+        axis.axvline(value, color=_LIMIT, linestyle=style, linewidth=1.3, label=f"{name}: {rounded(value)} {unit}")
     if lines:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2)
     axis.set_xlabel(", ".join(filter(None, (f"{metric} [{unit}]", _better(metric, unit)))), fontsize=9)
@@ -102,10 +102,6 @@ def _in_ms(row: Row) -> Row:
     unit = "ms" if row.unit == "s" else row.unit
     name = f"{row.metric}, {row.system}"
     return Row(name, row.metric, unit, row.median * scale, row.min * scale, row.max * scale, row.n)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _grouped(rows: list[Row]) -> list[Row]:

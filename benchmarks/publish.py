@@ -30,6 +30,7 @@ import asymcheck
 from asymcheck.config import Compression
 from asymcheck.publish.release import Release
 from benchmarks import environment
+from benchmarks.peers import fsync
 from benchmarks.report import Report, Row, rotated, row
 
 RATES = (1e-5, 1e-6)
@@ -194,9 +195,9 @@ class _Publication:
         state = self._model.state_dict()
         cast = {tensor.data_ptr(): tensor.bfloat16() for tensor in state.values()}
         torch.save({name: cast[tensor.data_ptr()] for name, tensor in state.items()}, written)
-        _sync(written)
+        fsync(written)
         shutil.copyfile(written, copied)
-        _sync(copied)
+        fsync(copied)
         loading = time.perf_counter()
         self._loaded.load_state_dict(torch.load(copied, weights_only=True))
         ended = time.perf_counter()
@@ -233,11 +234,3 @@ def _words(vocabulary: int) -> torch.Tensor:
 
 def _exponent(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,7 @@ from asymcheck.distributed.replica_assignment import encode_rows, share_out
 from asymcheck.format.spans import spans_of
 from asymcheck.restore.resolve import candidates, resolve_one
 from asymcheck.storage.nvme import NvmeTier
-from benchmarks.resident import status_of
+from benchmarks.resident import peak_since, reset_peak
 
 _THREADS = 4
 _PARTS = 3
@@ -51,7 +51,7 @@ def coordinator(port: int, world_size: int, extents: int, saves: int) -> dict[st
     (session,) = _sessions(port, world_size, [0])
     report = _digests(extents)
     session.agree((0, 0), b"", b"".join, "ready")
-    before = _resident_bytes()
+    before = reset_peak()
     total, steady = [], []
     for number in range(1, saves + 1):
         session.post((number, 0), b"go")
@@ -63,17 +63,7 @@ def coordinator(port: int, world_size: int, extents: int, saves: int) -> dict[st
         ended = time.perf_counter()
         total.append(ended - began)
         steady.append(ended - shared)
-    return {"first": total, "later": steady, "memory": max(0, _peak_bytes() - before)}
-
-
-def _resident_bytes() -> int:
-    """Return the memory in use, and reset the kernel's peak to it."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_of(os.getpid())["VmRSS"]
-
-
-def _peak_bytes() -> int:
-    return status_of(os.getpid())["VmHWM"]
+    return {"first": total, "later": steady, "memory": peak_since(before)}
 
 
 def others(port: int, world_size: int, extents: int, saves: int) -> dict[str, object]:
@@ -107,9 +97,9 @@ def _take_part(sessions: Sequence[Session], at: tuple[int, int], value: bytes) -
 def resolve(folder: Path) -> dict[str, object]:
     """Resolve the newest checkpoint of a store as a restore does; return the seconds and the memory used."""
     tier = NvmeTier(folder, StoreConfig(), read_only=True)
-    before, began = _resident_bytes(), time.perf_counter()
+    before, began = reset_peak(), time.perf_counter()
     resolved = resolve_one(tier, candidates(tier, DEFAULT_RUN, None)[0])
-    result: dict[str, object] = {"seconds": time.perf_counter() - began, "memory": max(0, _peak_bytes() - before)}
+    result: dict[str, object] = {"seconds": time.perf_counter() - began, "memory": peak_since(before)}
     resolved.sources.close()
     tier.close()
     return result

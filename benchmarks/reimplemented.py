@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.async_peers import Saver
+from benchmarks.peers import fsync
 
 CHECKFREQ: dict[str, Any] = {"in_flight": 1, "writers": 1, "streams": False}
 DATASTATES: dict[str, Any] = {"in_flight": 2, "writers": 2, "streams": True}
@@ -137,14 +138,10 @@ class Buffered(Fenced):
             ]
             text = json.dumps({"step": step, "slot": slot, "tensors": described})
             temporary = self.where / "newest.tmp"
-            with temporary.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            temporary.write_text(text)
+            fsync(temporary)
             temporary.replace(self.where / _POINTER)
-            folder = os.open(self.where, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+            fsync(self.where)
 
 
 def _start(threads: list[threading.Thread]) -> None:

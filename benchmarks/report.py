@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +68,18 @@ def rotated(items: Sequence[_T], number: int) -> list[_T]:
     """Return the items in order, rotated so that each round starts with a different item."""
     start = number % len(items)
     return [*items[start:], *items[:start]]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def rounded(value: float) -> str:
+    """Format a measured value."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def print_environment(environment: dict[str, str]) -> None:

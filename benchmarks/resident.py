@@ -68,6 +68,17 @@ def status_of(pid: int) -> dict[str, int]:
     return {name.rstrip(":"): int(amount) * 1024 for name, amount, _ in pairs}
 
 
+def reset_peak() -> dict[str, int]:
+    """Reset the peak of this process (VmHWM) to its present memory; return the amounts of :func:`status_of`."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_of(os.getpid())
+
+
+def peak_since(before: dict[str, int]) -> int:
+    """Return the bytes by which the peak of this process exceeds its memory at :func:`reset_peak`."""
+    return max(0, status_of(os.getpid())["VmHWM"] - before["VmRSS"])
+
+
 def of_operation(arguments: Sequence[object]) -> Peak:
     """Run ``benchmarks.memory_child`` with ``arguments`` in a separate process; return the memory of its operation."""
     command = [sys.executable, "-m", "benchmarks.memory_child", *map(str, arguments)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.pictures import Reports, draw_summary
-from benchmarks.report import Report, Row, read_json
+from benchmarks.report import Report, Row, read_json, rounded
 
 WORKLOADS = (
     *("stall", "link", "durable", "restore", "small", "gpu", "models", "goodput", "batch", "codec", "bytes", "catalog"),
@@ -245,7 +245,7 @@ def _titled(title: str, metric: str, report: Report) -> str:
     """Return the title of a line, with the length of the iterations between which the training stops."""
     plain = metric.replace("visible stall, every 10", "iteration")
     medians = [row.median for row in report.results if (row.system, row.metric) == ("no checkpoints", plain)]
-    return title.format(iteration=_number(medians[0])) if medians else title
+    return title.format(iteration=rounded(medians[0])) if medians else title
 
 
 def _is_peer(system: str) -> bool:
@@ -371,11 +371,7 @@ def _model(row: Row) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return "-"
-    return _number(row.median) + (f" ({_number(row.min)} to {_number(row.max)})" if row.n > 1 else "")
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return rounded(row.median) + (f" ({rounded(row.min)} to {rounded(row.max)})" if row.n > 1 else "")
 
 
 def _inexact(report: Report, models: Sequence[str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import asymcheck
-from benchmarks import lossy, peer_memory, peers
+from benchmarks import lossy, peer_memory, peers, states
 from benchmarks.async_peers import ASYNC, Blocking, Ours, Saver, flat_tensors
 from benchmarks.reimplemented import CHECKFREQ, DATASTATES, PCCHECK, Buffered, read_newest
 
@@ -77,9 +77,8 @@ class Renamed(Blocking):
     def save(self, step: int) -> None:
         """Save to a temporary file, then rename it over the old file."""
         began = time.perf_counter()
-        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
         temporary = self.where / "new"
-        peers.save_durably(self._peer, dict(unique.values()), temporary)
+        peers.save_durably(self._peer, states.unique(self.tensors()), temporary)
         os.replace(temporary, self.where / f"{step:09}")
         peers.sync(self.where / f"{step:09}")
         self.stalls.append(time.perf_counter() - began)
@@ -104,12 +103,11 @@ def _recover_torch_save(state: State, where: Path) -> int:
 
 def _recover_filled(state: State, where: Path, fill: Callable[[Path, peers.Tensors], None]) -> int:
     """Load the newest readable checkpoint, because a name does not show whether the checkpoint is complete."""
-    for step in sorted((int(path.name) for path in where.iterdir() if path.name.isdigit()), reverse=True):
-        path = next(path for path in where.iterdir() if path.name.isdigit() and int(path.name) == step)
-        unique = {tensor.data_ptr(): (name, tensor) for name, tensor in flat_tensors(state).items()}
+    paths = {int(path.name): path for path in where.iterdir() if path.name.isdigit()}
+    for step in sorted(paths, reverse=True):
         # A truncated file may raise any error of a library; the error of torch DCP is not derived from Exception.
         with contextlib.suppress(Exception, CheckpointException), _quiet():
-            fill(path, dict(unique.values()))
+            fill(paths[step], states.unique(flat_tensors(state)))
             return step
     return -1
 

@@ -27,7 +27,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
-from benchmarks import async_peers, environment, peers
+from benchmarks import async_peers, environment, peers, states
 from benchmarks.async_peers import ASYNC, OURS, SETTLING, SYNC, Factory, Saver, process_group
 from benchmarks.report import Report, Row, best, rotated, row
 
@@ -189,11 +189,7 @@ class Loop:
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        unique = {tensor.data_ptr(): tensor.nbytes for tensor in self._tensors().values()}
-        return sum(unique.values())
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return async_peers.Saver(self.state, Path()).tensors()
+        return sum(tensor.nbytes for tensor in states.unique(async_peers.flat_tensors(self.state)).values())
 
     @property
     def described(self) -> str:

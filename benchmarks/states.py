@@ -71,6 +71,14 @@ def named_tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
     return {}
 
 
+def unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors by their first names, each memory once, because other libraries refuse tied tensors."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(first.values())
+
+
 def small(megabytes: int = 8) -> dict[str, object]:
     """Return a state of that many MB in tensors of many sizes, for functional checks of a workload."""
     count = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,20 +163,3 @@ def snapshot(run: Run) -> State:
     """Return a copy of the state, as a checkpoint would store it."""
     state: State = copy.deepcopy(run.state())
     return state
-
-
-def tensors_of(state: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a state by their dotted names, each memory once."""
-    seen: set[int] = set()
-    for inner, tensor in _walk(state, name):
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield inner, tensor
-
-
-def _walk(state: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(state, torch.Tensor):
-        yield name, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from _walk(value, f"{name}.{key}" if name else str(key))

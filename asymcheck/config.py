@@ -314,6 +314,7 @@ class CaptureConfig:
 
     Name tensors that never change, or only between an optimizer step and the next call of ``step()``: averaged
     weights, frozen weights, or 16-bit weights that are rounded from float32 ones. For instance ``("average.*",)``.
+    If the optimizer step may be skipped, as by a gradient scaler, call ``fence()`` before the change.
     """
     staging_bytes: int = 256 * MIB
     """Size of the staging buffer on each GPU [B], for eager tensors and late copies.

@@ -660,7 +660,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def statistics(self) -> Statistics:
         """Return the costs of saving so far."""
-        return self._statistics
+        return dataclasses.replace(self._statistics)
 
     def push_statistics(self) -> PushStatistics:
         """Return the statistics and the backlog of ``push``; with several ranks, on the first rank of each store."""

@@ -87,7 +87,9 @@ def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: Capt
     with Checkpointer(store, loop.state, capture=config, on_checkpoint=take, every=2, keep=None) as checkpointer:
         for step in range(12):
             loop.iterate(step)
+            before = checkpointer.statistics()
             checkpointer.step(step)
+            assert checkpointer.statistics().captures - before.captures == (step % 2 == 0)
             if step == 7:
                 loop.iterate(7)
                 checkpointer.wait()

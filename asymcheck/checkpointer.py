@@ -464,7 +464,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # First, because after an error the state is no longer that of the step before.
             self._unsaved, self._begun = (step, metrics), None
             try:
-                is_due = self._interval_controller.is_due(step, time.perf_counter(), self.statistics())
+                is_due = self._interval_controller.is_due(step, time.perf_counter(), self._statistics)
                 ends = self._preemption is not None and self._preemption.ends_at(step)
                 is_begun = is_due or ends
                 if is_begun:
@@ -519,7 +519,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # Another Checkpointer of the run may have closed it, before this one restored again.
             if self._background is None or self._background.is_closed:
                 self._background = self._started()
-            pace = self._interval_controller.facts(self.statistics())
+            pace = self._interval_controller.facts(self._statistics)
             request = self._store.training.request(self._run, step, metrics, pace=pace)
         except BaseException as error:
             if self._coordinator is not None:

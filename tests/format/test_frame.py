@@ -1,4 +1,6 @@
-"""Test frames: every bit of a header is checked, and lengths follow from one number. Vectors break the other rules."""
+"""Test frames: every bit of a header is checked, and lengths follow from one number."""
+
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 from asymcheck.errors import (
     BadMagicError,
     ChecksumError,
+    FormatError,
+    LimitError,
     StructureError,
     TruncatedError,
     UnsupportedCodecError,
@@ -92,6 +96,51 @@ def test_a_short_header_is_refused(length: int) -> None:
         decode_header(frame(b"payload")[:length], "test")
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"kind": 3}, UnsupportedCodecError),
+        ({"codec": 5}, UnsupportedCodecError),
+        ({"kind": 1}, StructureError),
+        ({"codec": 3}, StructureError),
+        ({"codec": 4}, StructureError),
+        ({"kind": 1, "codec": 3}, StructureError),
+        ({"kind": 2, "codec": 4}, StructureError),
+        ({"kind": 1, "codec": 3, "base_digest": digest(b"payload")}, StructureError),
+        ({"kind": 2, "codec": 3, "base_digest": digest(b"base")}, StructureError),
+        ({"codec": 2, "base_digest": digest(b"base")}, StructureError),
+        ({"codec": 1, "codec_parameters": bytes(11) + b"\1"}, StructureError),
+        ({"digest_algorithm": 2}, UnsupportedCodecError),
+        ({"plain_length": 0}, StructureError),
+        ({"stored_length": 0}, StructureError),
+        ({"plain_length": 8}, StructureError),
+        ({"plain_length": registry.PARTITION_BYTES_MAX + 1}, LimitError),
+        ({"stored_length": registry.FRAME_STORED_BYTES_MAX + 1}, LimitError),
+        ({"stored_sum": bytes(8)}, StructureError),
+        ({"base_digest": b"\1" + bytes(15)}, StructureError),
+        ({"codec_parameters": bytes(11) + b"\1"}, StructureError),
+    ],
+    ids=str,
+)
+def test_fields_that_break_a_rule_are_refused(changes: dict[str, object], error: type[FormatError]) -> None:
+    """Test invalid fields with valid checksums: each raises the matching error."""
+    sound = FrameDescriptor.identity(digest(b"payload"), 7)
+    broken = dataclasses.replace(sound, **changes)  # type: ignore[arg-type]  # fields by name
+    with pytest.raises(error):
+        decode_header(encode_header(broken, PACK, 0), "test")
+
+
+@pytest.mark.parametrize("offset", [13, 14, 15])
+def test_reserved_bytes_are_refused(offset: int) -> None:
+    """Test a reserved byte that is not zero, which may have a meaning in a later version."""
+    changed = bytearray(frame(b"payload")[:HEADER_BYTES])
+    changed[offset] = 1
+    changed[88:96] = sum8(bytes(changed[:88]))
+    changed[120:128] = sum8(bytes(changed[88:120]))
+    with pytest.raises(StructureError, match="reserved"):
+        decode_header(changed, "test")
+
+
 @pytest.mark.parametrize("length", [1, 3968, 3969, 65535, 65536])
 def test_a_sound_frame_gives_its_payload(length: int) -> None:
     """Test that the payload is returned without a copy."""
@@ -121,6 +170,15 @@ def test_a_frame_in_another_place_is_refused() -> None:
     for pack, sequence in ((PackId(bytes(16)), 3), (PACK, 4)):
         with pytest.raises(StructureError, match=f"frame 3 of pack {PACK.hex()}"):
             check_frame(data, pack, sequence, "test")
+
+
+def test_a_frame_of_another_length_is_refused() -> None:
+    """Test fewer and more bytes than the header says."""
+    data = frame(b"payload")
+    with pytest.raises(TruncatedError):
+        check_frame(memoryview(data)[:-1], PACK, 0, "test")
+    with pytest.raises(StructureError):
+        check_frame(memoryview(data + bytes(4096)), PACK, 0, "test")
 
 
 def test_reserved_numbers_are_refused_by_name() -> None:

@@ -54,15 +54,6 @@ def test_packs_and_heads_go_round(pack_id: PackId, generation: int) -> None:
     assert layout.parse_doomed_name(layout.pack_name(pack_id)) is None
 
 
-@given(refs, ids.map(PackId))
-def test_a_name_belongs_to_one_kind_of_thing(ref: CheckpointRef, pack_id: PackId) -> None:
-    """Test that no other parser accepts the name of a pack, a checkpoint or a manifest."""
-    parsers = (layout.parse_pack_name, layout.parse_head_name, layout.parse_checkpoint_name, layout.parse_manifest_name)
-    manifest = ManifestName(3, 8, Digest(pack_id))
-    for text in (layout.pack_name(pack_id), layout.checkpoint_name(ref), str(manifest)):
-        assert sum(parse(text) is not None for parse in parsers) == 1
-
-
 @given(st.text(max_size=80))
 def test_parsing_is_strict(name: str) -> None:
     """Test that for any text, the parsed result formats to the same text."""

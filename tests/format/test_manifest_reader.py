@@ -78,17 +78,25 @@ def test_rules_are_checked_without_the_path_too(vector: Vector) -> None:
     assert caught.value.kind == vector.facts["error_kind"]
 
 
-def _file(schema: pa.Schema) -> bytes:
+def _file(schema: pa.Schema, batches: int, metadata: dict[bytes, bytes]) -> bytes:
     sink = pa.BufferOutputStream()
-    full = schema.with_metadata({METADATA_KEY: KNOWN})
+    full = schema.with_metadata(metadata)
     with pa.ipc.new_file(sink, full) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist([], schema=full))
+        for _ in range(batches):
+            writer.write_batch(pa.RecordBatch.from_pylist([], schema=full))
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
 
 KNOWN = b'{"format":1,"reader_features":[]}'
 """The part of a header that is checked before the schema."""
+
+
+@pytest.mark.parametrize("batches", [0, 2, 3])
+def test_manifest_has_one_record_batch(batches: int) -> None:
+    """Test no batch, and several batches."""
+    with pytest.raises(StructureError):
+        decode_manifest(_file(SCHEMA, batches, {METADATA_KEY: KNOWN}), "test")
 
 
 @pytest.mark.parametrize("column", range(len(SCHEMA)))
@@ -101,4 +109,4 @@ def test_every_column_is_compared(column: int) -> None:
         field.with_nullable(not field.nullable),
     ):
         with pytest.raises(StructureError, match="schema"):
-            decode_manifest(_file(SCHEMA.set(column, other)), "test")
+            decode_manifest(_file(SCHEMA.set(column, other), 1, {METADATA_KEY: KNOWN}), "test")

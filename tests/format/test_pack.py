@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asymcheck.errors import FormatError, LimitError, StructureError, TruncatedError
+from asymcheck.errors import FormatError, LimitError, StructureError, TruncatedError, UnsupportedCodecError
 from asymcheck.format import registry
 from asymcheck.format.digest import sum8
 from asymcheck.format.frame import FrameDescriptor, frame_length
@@ -23,7 +23,6 @@ from asymcheck.format.pack import (
     decode_pack_header,
     encode_index,
     encode_pack_header,
-    entry_length,
     frame_lengths,
     round_up,
 )
@@ -51,8 +50,7 @@ def test_frame_lengths_are_frame_length(frames: list[tuple[int, int]]) -> None:
     """Test that the vectorised computation equals the single one, for any shift."""
     entries = _bare_entries([stored for stored, _ in frames])
     entries["payload_shift"] = [shift for _, shift in frames]
-    expected = [frame_length(*frame) for frame in frames]
-    assert frame_lengths(entries).tolist() == list(map(entry_length, entries)) == expected
+    assert frame_lengths(entries).tolist() == [frame_length(*frame) for frame in frames]
 
 
 def _bare_entries(stored: list[int]) -> Entries:
@@ -135,6 +133,51 @@ def test_every_reserved_byte_of_an_entry_is_refused(offset: int) -> None:
     raw[64 + offset] = 1
     with pytest.raises(StructureError, match="reserved"):
         decode_index(encode_index(PACK, np.frombuffer(raw, dtype=ENTRY_DTYPE)), header, "test")
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "value", "error"),
+    [
+        (0, "payload_shift", 1, StructureError),
+        (1, "payload_shift", 4096, StructureError),
+        (0, "offset", 0, StructureError),
+        (1, "offset", 4096, StructureError),
+        (1, "offset", 12288, StructureError),
+        (1, "offset", (1 << 64) - 4096, StructureError),
+        (1, "stored_length", 0, StructureError),
+        (1, "plain_length", 0, StructureError),
+        (1, "plain_length", 401, StructureError),
+        (1, "stored_length", (1 << 64) - 1, LimitError),
+        (1, "plain_length", (1 << 64) - 1, LimitError),
+        (0, "kind", 3, UnsupportedCodecError),
+        (1, "codec", 5, UnsupportedCodecError),
+        (0, "kind", 1, StructureError),
+        (1, "codec", 3, StructureError),
+        (1, "digest_algorithm", 0, UnsupportedCodecError),
+        (1, "base_digest", np.void(b"\1" + bytes(15)), StructureError),
+    ],
+    ids=str,
+)
+def test_entries_that_break_a_rule_are_refused(row: int, field: str, value: object, error: type[FormatError]) -> None:
+    """Test invalid entries with valid checksums: each raises the matching error."""
+    entries, header = entries_of([300, 400])
+    entries[row][field] = value
+    with pytest.raises(error):
+        decode_index(encode_index(PACK, entries), header, "test")
+
+
+@pytest.mark.parametrize("stored", [[0], [300, 0]])
+def test_a_frame_of_no_bytes_is_refused(stored: list[int]) -> None:
+    """Test a length of zero in an otherwise valid index."""
+    entries, header = entries_of(stored)
+    with pytest.raises(StructureError, match="zero"):
+        decode_index(encode_index(PACK, entries), header, "test")
+
+
+def test_a_pack_of_no_frames_is_refused() -> None:
+    """Test an index without frames."""
+    with pytest.raises(StructureError):
+        decode_pack_header(encode_pack_header(PackHeader(PACK, 0, 4096, 0, "test")), "test")
 
 
 def test_lengths_that_overflow_do_not_fool_the_sum() -> None:

@@ -97,3 +97,12 @@ def read(data: bytes) -> object:
     # Compare text, because 1, 1.0 and True are equal in Python.
     assert json.dumps(rewritten) == json.dumps(node)
     return rewritten
+
+
+def depth(levels: int, kind: str) -> Node:
+    """Return a tree of so many levels that names all rows at the bottom."""
+    rows: Node = ["l", [["T", row] for row in range(ROWS)]]
+    value: Node = rows
+    for _ in range(levels - 2):
+        value = ["l", [value]] if kind == "l" else [kind, [["k", value]], *([None] if kind == "m" else [])]
+    return value

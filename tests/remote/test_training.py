@@ -229,7 +229,7 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
 def test_sigterm_ends_a_wait_for_uploads(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test an upload that takes too long: the process ends before, and the next start sends the checkpoint."""
     state = dict(state_of(0))
-    blocked, freed = threading.Event(), threading.Event()
+    blocked, freed, waiting = threading.Event(), threading.Event(), threading.Event()
     were_sent: list[bool] = []
     original: Callable[..., int] = RemoteFiles.write
 
@@ -238,8 +238,13 @@ def test_sigterm_ends_a_wait_for_uploads(store_path: Path, folder: str, monkeypa
         freed.wait()
         return original(*arguments)
 
+    def is_ending(handler: ExitHandler) -> bool:
+        waiting.set()
+        return is_due(handler)
+
     def terminate() -> None:
         blocked.wait()
+        waiting.wait(5)
         os.kill(os.getpid(), signal.SIGTERM)
         # Without an effect of the signal, the upload goes on.
         freed.wait(2)
@@ -248,6 +253,8 @@ def test_sigterm_ends_a_wait_for_uploads(store_path: Path, folder: str, monkeypa
     monkeypatch.setattr(RemoteFiles, "write", write)
     monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
     monkeypatch.setattr(signals, "end_by_default", lambda _number: were_sent.append(freed.is_set()))
+    is_due = ExitHandler.is_due
+    monkeypatch.setattr(ExitHandler, "is_due", is_ending)
     for name in ("_depth", "_is_terminated"):
         monkeypatch.setattr(ExitHandler, name, getattr(ExitHandler, name))
     with Store.open(store_path, config=CONFIG, create=True) as store:

@@ -28,7 +28,7 @@ from asymcheck.storage.local_files import translated
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Progress
-from asymcheck.validation import check_step
+from asymcheck.validation import check_no_uri, check_step
 
 if TYPE_CHECKING:
     from asymcheck.convert.convert import Exported, Planned
@@ -407,11 +407,11 @@ def convert(
         check_step(step)
     check_run(run)
     renames = compile_renames(pairs)
-    is_export = is_store(src)  # refuses a URI
+    check_no_uri(src)
     with translated("access", src):
         if not src.exists():
             raise NotFoundError(f"{src} does not exist")
-    if is_export:
+    if is_store(src):
         if is_store(dst):
             raise InvalidInputError(f"{src} and {dst} are both stores; to copy a store, copy its directory")
         if len(parts) > 1 or everything:

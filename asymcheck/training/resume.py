@@ -281,7 +281,8 @@ class ResumeCoordinator:
             raise CheckpointNotFoundError(f"{which} of run {self._run!r} is in any of the {len(stores)} stores")
         skips, is_any = SkippedCheckpoints(skipped), False
         refs = sorted(set[CheckpointRef]().union(*stores), reverse=True)
-        best, common = _best_of(step), {ref for ref in refs if all(store.get(ref) for store in stores)}
+        best = _best_of(step)
+        common = {ref for ref in refs if all(store.get(ref) for store in stores)} if best else set[CheckpointRef]()
         if best and common:
             with self._store.resources.source() as source:
                 refs = [best_checkpoint(source, self._run, *best, lambda listing: listing.ref in common).ref]

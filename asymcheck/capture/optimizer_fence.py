@@ -100,7 +100,8 @@ class OptimizerOwnership:
             self._storages = [_storage(leaf.source) for leaf in owned]
             self._embeddings = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
         scaled = _in_memory([module.weight for module in self._embeddings if module.max_norm is not None])
-        others = [leaf.source for leaf in compress(leaves, map(not_, is_owned))]
+        # An empty tensor, which has no key, changes nothing in the memory that it is a view of.
+        others = [leaf.source for leaf in compress(leaves, map(not_, is_owned)) if leaf.key is not None]
         shared, storages = _shared([*others, *scaled], dict(self._storages)), iter(self._storages)
         return tuple([is_own and next(storages)[0] not in shared for is_own in is_owned])
 

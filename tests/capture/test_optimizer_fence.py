@@ -188,6 +188,13 @@ def test_an_empty_tensor_is_no_optimizers() -> None:
     assert OptimizerOwnership().deferred_rows(flat, [optimizer]) == (False, False)
 
 
+def test_an_empty_view_of_an_owned_tensor_changes_nothing() -> None:
+    """Test an empty part of a flat buffer, as of a rank that has nothing of a parameter."""
+    flat_buffer = torch.nn.Parameter(torch.rand(4))
+    flat = flatten({"weight": flat_buffer, "nothing": flat_buffer.detach()[4:]})
+    assert OptimizerOwnership().deferred_rows(flat, [torch.optim.SGD([flat_buffer])]) == (True, False)
+
+
 def test_named_tensor_that_shares_memory_with_others_is_not_deferred() -> None:
     """Test that a name does not hide that another value of the state may change the tensor."""
     average = torch.rand(8)

@@ -95,7 +95,7 @@ def test_weights_and_moments_are_copied_beside_the_training(whole: list[Reports]
         for name in CONFIGS:
             assert any(one.endswith(".exp_avg_sq") for one in reports[name]["deferred"])
             assert all(one.startswith(beside) for one in reports[name]["deferred"])
-            assert not any(one.startswith(beside) for one in reports[name]["eager"])
+            assert [one for one in reports[name]["eager"] if one.startswith(beside)] == [], name
 
 
 @pytest.mark.parametrize("name", CONFIGS)

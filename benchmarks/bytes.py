@@ -1,8 +1,8 @@
 """``bytes``: disk usage of 100 checkpoints of a training, one at every step.
 
 Save real trainings (see ``benchmarks.training``) with ``Store.save``, as users do. For comparison, measure the same
-number of files of torch.save and safetensors. Also save the first checkpoints into a store without encoding, to measure
-the effect of the policy on the time to durable.
+number of files of torch.save and safetensors. Save each checkpoint also into a store with the smallest encoding, and
+the first ones into a store without encoding, to measure the effect of the policy on the time to durable.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import asymcheck
+from asymcheck.config import COMPRESSIONS
 from benchmarks import environment, peers, states, training
 from benchmarks.report import Report, Row, rotated, row
 
@@ -26,7 +27,7 @@ COUNT = 100
 _QUICK_COUNT = 5
 _COMPARED = 40
 """Number of checkpoints that are saved into both stores. The first save of each store is a warm-up."""
-OURS, TORCH, SAFETENSORS = "asymcheck", "torch.save", "safetensors"
+OURS, SMALLEST, TORCH, SAFETENSORS = "asymcheck", "asymcheck smallest", "torch.save", "safetensors"
 
 
 def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None, count: int | None = None) -> Report:
@@ -45,6 +46,7 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
                 for system, size in used_bytes.items()
             ]
             ratios[f"bytes_{name}/torch_save"] = used_bytes[OURS] / used_bytes[TORCH]
+            ratios[f"bytes_{name}_smallest/torch_save"] = used_bytes[SMALLEST] / used_bytes[TORCH]
             results += [
                 row(f"{OURS}, {mode}", f"time to durable, {name}", "ms", [one * 1e3 for one in save_s])
                 for mode, save_s in times.items()
@@ -60,24 +62,27 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
 
 def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], dict[str, list[float]]]:
     """Save after every step; return the disk usage of all checkpoints by system, and the seconds of saves."""
-    plain = where.with_suffix(".plain")
-    times: dict[str, list[float]] = {"auto": [], "off": []}
+    folders = {mode: where.with_suffix(f".{mode}") for mode in COMPRESSIONS}
+    times: dict[str, list[float]] = {mode: [] for mode in COMPRESSIONS}
     with contextlib.ExitStack() as stack:
-        stores = {"auto": stack.enter_context(asymcheck.Store.open(where, create=True))}
-        config = asymcheck.StoreConfig(compression="off")
-        stores["off"] = stack.enter_context(asymcheck.Store.open(plain, config=config, create=True))
+        stores = {
+            mode: stack.enter_context(
+                asymcheck.Store.open(folders[mode], config=asymcheck.StoreConfig(compression=mode), create=True)
+            )
+            for mode in COMPRESSIONS
+        }
         for step in range(count):
             run.train(1)
-            compared = list(stores) if step < _COMPARED else ["auto"]
+            compared = [mode for mode in stores if mode != "off" or step < _COMPARED]
             for mode in rotated(compared, step):
                 os.sync()
                 began = time.perf_counter()
                 stores[mode].save(run.state(), step=step)
                 if step and step < _COMPARED:
                     times[mode].append(time.perf_counter() - began)
-    shutil.rmtree(plain)
-    used_bytes = {OURS: peers.on_drive(where)}
-    shutil.rmtree(where)
+    used_bytes = {OURS: peers.on_drive(folders["auto"]), SMALLEST: peers.on_drive(folders["smallest"])}
+    for folder in folders.values():
+        shutil.rmtree(folder)
     # These files have the same size at every step.
     torch.save(run.state(), where.with_suffix(".pt"))
     used_bytes[TORCH] = count * peers.on_drive(where.with_suffix(".pt"))

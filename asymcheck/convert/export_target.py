@@ -289,6 +289,9 @@ class DraftSink:
         from asymcheck.restore.state_template import RowRef
 
         part = pick(shape, self._part, tensors_only=tensors_only)
+        is_file = self._part is None and format_of(self._draft.target) != "folder"
+        names = listed(list(part.files)) if is_file else ""
+        self.hints = [f"left out {names}; export to a folder, whose name has no suffix, to keep them"] if names else []
         renamed = rename_tensors(part.shape, self._renames, RowRef)
         return dataclasses.replace(part, shape=renamed)
 

@@ -291,7 +291,7 @@ class SafetensorsSink(DraftSink):
         part = self._picked(shape, tensors_only=True)
         rows, tied = part.rows_by_name()
         self.left_out = part.plain_names()
-        self.hints = self._hints(part)
+        self.hints += self._hints(part)
         self.tensors = [NewTensor.of(name, tensors[row]) for name, row in rows.items()]
         metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
         targets: dict[int, ByteTarget] = {}

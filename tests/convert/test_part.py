@@ -52,6 +52,18 @@ def test_converted_model_keeps_its_small_files(store: Store, tmp_path: Path, par
     assert set(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")) == {"w"}
 
 
+@pytest.mark.parametrize(
+    ("suffix", "part", "expected"), [(".pt", None, 1), (".safetensors", None, 1), (".pt", "model", 0)]
+)
+def test_small_files_that_one_file_cannot_keep_are_named(
+    store: Store, tmp_path: Path, suffix: str, part: str | None, expected: int
+) -> None:
+    """Test the export of an imported folder to a single file; a named part promises no other data."""
+    import_checkpoint(store, _folder(tmp_path), step=0)
+    done = export_checkpoint(store, Output(tmp_path / f"out{suffix}"), part=part)
+    assert len([hint for hint in done.hints if hint.startswith("left out config.json; ")]) == expected
+
+
 def test_converted_adapter_keeps_the_name_of_its_weights(store: Store, tmp_path: Path) -> None:
     """Test the folder of a LoRA, in which peft does not look for ``model.safetensors``."""
     (tmp_path / "lora").mkdir()

@@ -426,7 +426,17 @@ def convert(
             f"neither {src} nor {dst} is a store; one must be a store, and the name of a new store has no suffix"
         )
     sources, status = _sources(src, dst, step, everything=everything)
-    reports = [_import(path, dst, number, run, parts, renames, dry_run=dry_run) for path, number in sources]
+    reports: list[Report] = []
+    try:
+        for path, number in sources:
+            reports.append(_import(path, dst, number, run, parts, renames, dry_run=dry_run))
+    except BaseException:
+        if reports and not dry_run:
+            saved = ", ".join(str(number) for _, number in sources[: len(reports)])
+            output.note(
+                f"{dst} already has step {saved} of {src}; to save no step twice, import the others from their folders"
+            )
+        raise
     document = {"imported": [report.document for report in reports]} if everything else reports[0].document
 
     def show() -> None:

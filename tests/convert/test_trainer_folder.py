@@ -92,6 +92,20 @@ def test_all_checkpoints_are_imported_on_request(call: Call, tmp_path: Path) -> 
     assert call("convert", plain, tmp_path / "new", "--all").status == exit_status.USAGE
 
 
+@pytest.mark.parametrize("words", [(), ("--dry-run",)], ids=["save", "dry"])
+def test_stopped_import_of_all_checkpoints_names_the_saved_ones(
+    call: Call, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Test --all with a damaged folder in the middle; a dry run has saved no step."""
+    for step in (10, 20, 30, 40):
+        checkpoint(tmp_path / "out", step)
+    (tmp_path / "out" / "checkpoint-30" / "model.safetensors").write_bytes(b"")
+    outcome = call("convert", tmp_path / "out", tmp_path / "store", "--all", *words)
+    assert outcome.status == exit_status.USAGE
+    assert "checkpoint-30" in outcome.err
+    assert ("already has step 10, 20 of " in outcome.err) == (not words)
+
+
 def test_model_in_the_output_folder_is_preferred(call: Call, tmp_path: Path) -> None:
     """Test a folder with a final model, which transformers would load, and name the newest checkpoint."""
     checkpoint(tmp_path / "out", 10)

@@ -93,8 +93,8 @@ class UnsupportedValueError(InvalidInputError, kind="unsupported-value"):
 class StateMismatchError(InvalidInputError, kind="state-mismatch"):
     """The given state does not fit; raised before anything is overwritten, unless its tensors share memory."""
 
-    lacks_parts: bool = False
-    """Whether the checkpoint lacks entries or parts of tensors, which other ranks may have saved."""
+    lacking: tuple[str, ...] = ()
+    """Problems with entries and parts of tensors that the manifests lack, but which other ranks may have saved."""
 
 
 class ForeignFileError(InvalidInputError, kind="foreign-file"):

@@ -21,6 +21,7 @@ from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import ShardSet
 from asymcheck.restore.state_dict_check import (
+    Lacking,
     PipelineStages,
     differences,
     misfits,
@@ -132,12 +133,15 @@ class InPlaceFill:
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
             more = f"\n  … and {len(self._problems) - _SHOWN} more" if len(self._problems) > _SHOWN else ""
-            fits = all(problem.endswith(tuple(parts.gaps)) for problem in self._problems)
+            gaps = tuple(parts.gaps)
+            fits = all(problem.endswith(gaps) for problem in self._problems)
             what = f"{name} lacks parts of tensors" if fits else f"the given state does not fit {name}"
             advice = "Build the objects as they were saved, choose another run, or load what fits: load(tensors=…)"
             advice = "" if fits else f". {advice}"
             error = StateMismatchError(f"{what}; nothing was overwritten{advice}:\n  {shown}{more}")
-            error.lacks_parts = bool(parts.gaps) or any(": is not in " in problem for problem in self._problems)
+            error.lacking = tuple(
+                problem for problem in self._problems if isinstance(problem, Lacking) or problem.endswith(gaps)
+            )
             raise error
 
     @property
@@ -150,7 +154,7 @@ class InPlaceFill:
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         stored = [value for value in stored if value is not ABSENT]
         if not stored:
-            return self._refuse(path, f"is not in {self._stored_where}")
+            return self._refuse(path, Lacking(f"is not in {self._stored_where}"))
         problems = len(self._problems)
         finish = self._match_in_place(current, stored, path)
         if self._returns and len(self._problems) > problems and path:
@@ -197,7 +201,7 @@ class InPlaceFill:
 
     def _refuse(self, path: tuple[Key, ...], problem: str) -> Finish:
         """Note a problem. The result is never called, because a state with problems is refused as a whole."""
-        self._problems.append(f"{join_name(path) or '<root>'}: {problem}")
+        self._problems.append(type(problem)(f"{join_name(path) or '<root>'}: {problem}"))
         return lambda _assembly: None
 
     def _created_from(self, stored: Sequence[object]) -> object:
@@ -357,7 +361,7 @@ class InPlaceFill:
         instances = functools.cache(lambda: instances_in(self._state, state))
         shape = with_classes(state_for(current, mappings, state, self._savers, self._parts.rank_of), state, instances)
         self._problems += [
-            ".".join(filter(None, (name, problem)))
+            type(problem)(".".join(filter(None, (name, problem))))
             for problem in misfits(current, shape, self._parts.row, self._stored_where)
         ]
         self.differences += [
@@ -449,7 +453,7 @@ class InPlaceFill:
             else:
                 advice = did_you_mean(key, mappings[0], current)
                 later = "; add it to the state after the restore" if self._grows and not advice else ""
-                self._refuse((*path, key), f"is not in {self._stored_where}{advice}{later}")
+                self._refuse((*path, key), Lacking(f"is not in {self._stored_where}{advice}{later}"))
         if not (self._grows and path) and (unused := [key for key in mappings[0] if key not in current]):
             where = f"{join_name(path)}: " if path else ""
             # Nobody asks for a part of a state with an empty mapping, so this is reported even if not strict.
@@ -487,7 +491,8 @@ class InPlaceFill:
                 if len(shapes) < len(mappings):
                     continue
                 if not self._parts.is_whole:
-                    self._refuse((*path, key), "is not in the given state, and parts of some ranks are missing")
+                    lacking = Lacking("is not in the given state, and parts of some ranks are missing")
+                    self._refuse((*path, key), lacking)
             shape = self._created_from(shapes)
             if has_objects and _is_state_of_object(shape):
                 problem = "a module or an optimizer is stored, but not given; add it before the restore"

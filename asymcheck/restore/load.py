@@ -276,7 +276,7 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest,
             state = _load_one(wanted, resolved)
         except StateMismatchError as error:
             # Another checkpoint might fit by chance, and training would continue from it in silence.
-            if listing.is_whole or not error.lacks_parts:
+            if listing.is_whole or not error.lacking:
                 raise
             raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
     return Loaded(state, run, ref, resolved.manifests)

@@ -39,6 +39,12 @@ _ADVICE = (
 )
 
 
+class Lacking(str):
+    """Problem with an entry that the checkpoint lacks, but which other ranks may have saved."""
+
+    __slots__ = ()
+
+
 def misfits(
     current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow], where: str
 ) -> Iterator[str]:
@@ -189,7 +195,7 @@ def _module_misfits(
     state = module.state_dict()
     for key, value in state.items():
         if key not in stored:
-            yield f"{key}: is not in {where}{did_you_mean(key, stored, state)}"
+            yield Lacking(f"{key}: is not in {where}{did_you_mean(key, stored, state)}")
             continue
         item = stored[key]
         if isinstance(value, torch.Tensor) and value.device.type == "meta":

@@ -102,18 +102,19 @@ def _restored(folder: Path, saved: dict[int, dict[str, object]], given: dict[str
 
 
 @pytest.mark.parametrize(
-    "newest",
+    "other",
     [
         {"w": torch.ones(4000)},
         {"w": torch.ones(3000, dtype=torch.float64)},
         {"w": [torch.ones(3000)]},
+        {"a: is not in b": torch.ones(2)},
     ],
-    ids=["shape", "dtype", "kind"],
+    ids=["shape", "dtype", "kind", "name"],
 )
-def test_a_state_that_fits_an_older_checkpoint_only_is_no_damage(tmp_path: Path, newest: dict[str, object]) -> None:
+def test_a_state_that_fits_an_older_checkpoint_only_is_no_damage(tmp_path: Path, other: dict[str, object]) -> None:
     """Test a wrong configuration: no other rank can have saved what is missing, so no older step is restored."""
-    saved: dict[int, dict[str, object]] = {1: {"w": torch.ones(3000)}, 2: newest}
-    errors = _restored(tmp_path, saved, {"w": torch.zeros(3000)})
+    given: dict[str, object] = {"w": torch.ones(3000), "a: is not in b": torch.ones(1)}
+    errors = _restored(tmp_path, {1: given, 2: {**given, **other}}, given)
     assert [type(error) for error in errors] == [StateMismatchError] * 2
 
 

@@ -278,6 +278,8 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest,
             # Another checkpoint might fit by chance, and training would continue from it in silence.
             if listing.is_whole or not error.lacking:
                 raise
+            if listing.world_size != wanted.world_size:
+                error.lacking = ()  # the store of another rank may be lost
             raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
     return Loaded(state, run, ref, resolved.manifests)
 

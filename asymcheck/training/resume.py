@@ -31,6 +31,7 @@ from asymcheck.errors import (
     RefusedStateError,
     RemoteCopyWarning,
     RemoteUnreachableError,
+    StateMismatchError,
     StorageError,
     UnsupportedFormatError,
     listed,
@@ -56,6 +57,7 @@ from asymcheck.types import Checkpoint, CheckpointRef, Digest, SaveId
 from asymcheck.validation import check_device, metric_and_sign
 
 _SHOWN = 4
+_COMPARED_MAX = 64  # problems of a rank that are compared with those of the other ranks
 _WHERE = "head record of another machine"
 
 
@@ -369,7 +371,11 @@ class ResumeCoordinator:
                 checkpoint = read()
             except AsymcheckError as error:
                 failure = error
-        mine = {"failed": None if failure is None else reason_of(failure), "is_damage": _is_damage(failure)}
+        cause = failure.__cause__ if isinstance(failure, InconsistentCheckpointError) else None
+        mismatch = cause if isinstance(cause, StateMismatchError) else None
+        lacking = () if mismatch is None else mismatch.lacking[:_COMPARED_MAX]
+        reason = None if failure is None else reason_of(failure)
+        mine = {"failed": reason, "is_damage": _is_damage(failure), "lacking": lacking}
 
         def decide(outcomes: list[Any]) -> object:
             failed = [f"rank {rank}: {it['failed']}" for rank, it in enumerate(outcomes) if it["failed"] is not None]
@@ -379,6 +385,9 @@ class ResumeCoordinator:
                 head = None if session.store_ranks is None else manifests.read_head(self._run, generation)
                 return {"generation": generation, "head": None if head is None else head_to_json(head[0])}
             reasons = "; ".join(failed[:_SHOWN])
+            # No rank saved an entry that the stores of all ranks lack, so the state does not fit.
+            if set[str].intersection(*(set(it["lacking"]) for it in outcomes)):
+                return {"failed": f"{ref} could not be restored: {reasons}", "is_mismatch": True}
             if skipped is not None and all(it["failed"] is None or it["is_damage"] for it in outcomes):
                 skipped.append(f"{ref}: {reasons}")
                 return {"again": True}
@@ -395,7 +404,8 @@ class ResumeCoordinator:
         if "again" in record:
             return None
         if checkpoint is None or "failed" in record:
-            failed = failure or RankFailedError(f"{record['failed']}; no rank may continue from it")
+            known = mismatch if "is_mismatch" in record else failure
+            failed = known or RankFailedError(f"{record['failed']}; no rank may continue from it")
             failed.overwritten = failed.overwritten or self._overwritten
             raise failed
         if record["head"] is not None:
@@ -466,6 +476,7 @@ def _restored_part(
     store.training.fence()
     opened = store.resources
     problems: list[str] = []
+    cause: BaseException | None = None
     overwritten: tuple[str, ...] = ()
     # The local store first, so that an intact part needs no remote access.
     local, remote = opened.nvme, opened.remote
@@ -482,6 +493,7 @@ def _restored_part(
                     error.overwritten = error.overwritten or overwritten
                     raise
                 problems.append(str(error))
+                cause = error.__cause__
                 overwritten = error.overwritten or overwritten
                 continue
             if remote is not None and tier is not local:
@@ -490,7 +502,7 @@ def _restored_part(
             return describe_loaded(tier, loaded, is_newest=True)
     failure = InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
     failure.overwritten = overwritten
-    raise failure
+    raise failure from cause
 
 
 def _loaded_from_ring(

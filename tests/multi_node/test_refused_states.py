@@ -118,6 +118,14 @@ def test_a_state_that_fits_an_older_checkpoint_only_is_no_damage(tmp_path: Path,
     assert [type(error) for error in errors] == [StateMismatchError] * 2
 
 
+def test_an_entry_that_no_machine_has_is_no_damage(tmp_path: Path) -> None:
+    """Test an entry that only an older checkpoint has: no older step is restored."""
+    older: dict[str, object] = {"w": torch.ones(3000), "average": torch.ones(3000)}
+    errors = _restored(tmp_path, {1: older, 2: {"w": torch.ones(3000)}}, older)
+    assert [type(error) for error in errors] == [StateMismatchError] * 2
+    assert all("average: is not in the checkpoint; add it to the state after the restore" in str(it) for it in errors)
+
+
 def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a tensor that cannot be allocated, which the older checkpoint does not have."""
 

@@ -176,8 +176,8 @@ def foreign_state(
         path: the file or folder.
         progress: callback with the bytes done and the bytes of all tensors.
         left_out: list to which the names of files and sub-folders that are not imported are added.
-        parts: dotted names of the parts to import, by default all. The other parts of a torch file or a DCP folder may
-            hold objects of any class, which are never loaded.
+        parts: dotted names of the parts to import, by default all. The other parts of a torch file or a DCP folder, and
+            the ``client_state`` of a DeepSpeed folder, may hold objects of any class, which are never loaded.
         renames: changes of tensor names.
 
     Raises:
@@ -199,7 +199,7 @@ def foreign_state(
         if kind == "dcp":
             state = read_dcp_folder(path, opened, parts)
         elif kind == "deepspeed":
-            state = read_deepspeed_folder(path, opened)
+            state = read_deepspeed_folder(path, opened, parts)
         elif kind == "folder":
             state = _state_of_folder(path, opened)
         elif kind == "safetensors":

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from asymcheck.convert.part import MODEL
+from asymcheck.convert.part import MODEL, overlaps
 from asymcheck.convert.source_file import SourceFile
 from asymcheck.convert.torch_file import read_torch_file
 from asymcheck.errors import ForeignFileError, InvalidInputError
@@ -39,6 +39,7 @@ _OWN_KEYS = frozenset(
     }
 )
 """Keys that DeepSpeed writes. All others are those of the user's ``client_state``."""
+_CLIENT_STATE = "client_state"
 _SAVE_AGAIN = "save the checkpoint again with engine.save_checkpoint()"
 _LOAD = "load the folder with engine.load_checkpoint(), and save the engine with a Checkpointer"
 
@@ -70,8 +71,10 @@ def _checkpoint_folder(path: Path) -> Path | None:
     return folder if tag and Path(tag).name == tag and any(folder.glob(_OPTIMIZER_FILES)) else None
 
 
-def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
+def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile], parts: Sequence[str] = ()) -> object:
     """Return the state in a DeepSpeed folder; ``opened`` opens its files.
+
+    With ``parts``, dotted names, the ``client_state`` is read only if one of them is in it.
 
     The state has three keys. ``model`` has the fp32 weights and the other tensors of the module. ``optimizer`` has the
     optimizer state of each weight and the options of the parameter groups. ``counters`` has the progress of training.
@@ -85,7 +88,7 @@ def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile]) -> o
     if folder is None:
         raise InvalidInputError(f"{path} is not a DeepSpeed checkpoint; check the path")
     try:
-        return _Folder(folder, opened).state()
+        return _Folder(folder, opened, parts).state()
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         problem = f"not written by engine.save_checkpoint() ({type(error).__name__}: {error})"
         raise ForeignFileError(folder, problem, _LOAD) from error
@@ -102,7 +105,7 @@ class _Range:
 
 
 class _Folder:
-    def __init__(self, folder: Path, opened: Callable[[Path], SourceFile]) -> None:
+    def __init__(self, folder: Path, opened: Callable[[Path], SourceFile], parts: Sequence[str]) -> None:
         self._folder = folder
         self._ranks = [self._read(opened(file)) for file in self._files()]
         states = [saved["optimizer_state_dict"] for saved in self._ranks]
@@ -124,12 +127,15 @@ class _Folder:
             raise ForeignFileError(folder, f"files of {len(self._ranks)} of {world_size} ranks found", _SAVE_AGAIN)
         prefix = "zero_pp_rank_{}_" if is_sharded else ""
         ranks = range(world_size if is_sharded else 1)
-        names = [f"{prefix}mp_rank_00_model_states.pt".format(rank) for rank in ranks]
-        self._models: list[Any] = [self._read(opened(folder / name)) for name in names]
+        files = [opened(folder / f"{prefix}mp_rank_00_model_states.pt".format(rank)) for rank in ranks]
+        self._models: list[Any] = [self._read(file, keys=_OWN_KEYS.__contains__) for file in files]
+        self._client_state: Any = {}
+        if not parts or overlaps(_CLIENT_STATE, parts):
+            self._client_state = self._read(files[0], name=_CLIENT_STATE, keys=lambda key: key not in _OWN_KEYS)
 
     @staticmethod
-    def _read(file: SourceFile) -> Any:  # noqa: ANN401 - any content of the file
-        return read_torch_file(file, stand_ins=_STAND_INS)
+    def _read(file: SourceFile, **more: Any) -> Any:  # noqa: ANN401 - any content of the file
+        return read_torch_file(file, stand_ins=_STAND_INS, **more)
 
     def _files(self) -> list[Path]:
         by_rank = {}
@@ -162,8 +168,7 @@ class _Folder:
             "optimizer": {"state": optimizer, "param_groups": [self._options(group) for group in self._groups]},
             "counters": {name: first[name] for name in _FOLDER_COUNTERS if name in first},
         }
-        client_state = {name: value for name, value in first.items() if name not in _OWN_KEYS}
-        return {**state, "client_state": client_state} if client_state else state
+        return {**state, _CLIENT_STATE: self._client_state} if self._client_state else state
 
     def _trained(self) -> Iterator[tuple[str, tuple[int, ...], list[_Range]]]:
         """Yield name, shape and ranges of all trained parameters."""

@@ -142,6 +142,7 @@ def read_torch_file(
     parts: Sequence[str] = (),
     stand_ins: Mapping[str, type] = MappingProxyType({}),
     name: str = "",
+    keys: Callable[[object], bool] | None = None,
 ) -> object:
     """Return the state in a file of ``torch.save``; its tensors are read during the save.
 
@@ -154,6 +155,7 @@ def read_torch_file(
         parts: dotted names of the parts to return. Other parts may hold objects of any class.
         stand_ins: replacement classes, by the dotted names of classes in the file.
         name: dotted name of the content in a larger state, of which a user may name other parts.
+        keys: tells whether a key of a mapping is wanted. The values of other keys may hold objects of any class.
 
     Raises:
         ForeignFileError: the file is damaged, or it holds objects other than tensors, containers and plain values.
@@ -171,7 +173,10 @@ def read_torch_file(
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
         archive = (Archive if magic == _LOCAL_MAGIC else _LegacyFile)(file.path, source, stand_ins)
-        state = _supported_parts(file.path, archive.state, length, parts, name)
+        state: Any = archive.state
+        if keys is not None:
+            state = {key: value for key, value in state.items() if keys(key)}
+        state = _supported_parts(file.path, state, length, parts, name)
         mapped = map_leaves(
             state,
             lambda leaf: _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf,

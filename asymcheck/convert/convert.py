@@ -13,7 +13,7 @@ from asymcheck.convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.convert.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.convert.export_target import Draft, NewTensor, check_target, format_of
 from asymcheck.convert.hugging_face import INDEX_NAME, SafetensorsSink, other_files, read_folder, torch_weights
-from asymcheck.convert.part import MODEL, SOURCE, TIED, keep_parts, leaves_of
+from asymcheck.convert.part import MODEL, SOURCE, TIED, keep_parts, leaves_of, overlaps
 from asymcheck.convert.rename import Renames, rename_tensors
 from asymcheck.convert.safetensors_format import SafetensorsHeader, read_header
 from asymcheck.convert.source_file import SourceFile, refused
@@ -201,7 +201,7 @@ def foreign_state(
         elif kind == "deepspeed":
             state = read_deepspeed_folder(path, opened, parts)
         elif kind == "folder":
-            state = _state_of_folder(path, opened)
+            state = _state_of_folder(path, opened, parts)
         elif kind == "safetensors":
             model, metadata = _weights_of(path, read_header(opened(path)), opened)
             state = {MODEL: model, SOURCE: {"metadata": metadata, "files": {}}}
@@ -248,14 +248,15 @@ def _kind_of(path: Path) -> str:
         return "unknown" if named == "folder" else named
 
 
-def _state_of_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
-    """Return the weights of a model folder, with its metadata and small files."""
+def _state_of_folder(path: Path, opened: Callable[[Path], SourceFile], parts: Sequence[str]) -> object:
+    """Return the weights of a model folder, with its metadata, and the small files that ``parts`` select."""
     metadata: Mapping[str, str] = {}
     if shards := torch_weights(path):
         model = _torch_weights_of(path, shards, opened)
     else:
         model, metadata = _weights_of(path, read_folder(path, opened), opened)
-    files = {name: opened(path / name) for name in other_files(path)}
+    wanted = [name for name in other_files(path) if not parts or overlaps(f"{SOURCE}.files.{name}", parts)]
+    files = {name: opened(path / name) for name in wanted}
     contents = {name: file.tensor(0, "uint8", (file.size,)) for name, file in files.items()}
     return {MODEL: model, SOURCE: {"metadata": metadata, "files": contents}}
 

@@ -316,6 +316,11 @@ def test_left_out_files_of_a_model_folder_are_listed(call: Call, tmp_path: Path)
     (folder / "onnx").mkdir(parents=True)
     safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     torch.save({}, folder / "optimizer.pt")
+    (folder / "config.json").write_text("{}")
     outcome = call("convert", folder, tmp_path / "store")
     assert outcome.status == exit_status.OK
+    assert f"did not convert onnx, optimizer.pt in {folder}. " in outcome.err
+    outcome = call("convert", folder, tmp_path / "store", "--step", 1, "--part", "model")
+    assert f"did not convert config.json, onnx, optimizer.pt in {folder}. " in outcome.err
+    outcome = call("convert", folder, tmp_path / "store", "--step", 2, "--part", "safetensors.files")
     assert f"did not convert onnx, optimizer.pt in {folder}. " in outcome.err

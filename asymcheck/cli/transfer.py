@@ -497,6 +497,11 @@ def _import(
         output.progress("convert") as progress,
         foreign_state(src, progress, left_out, parts=parts, renames=renames) as state,
     ):
+        if left_out:
+            will = "would" if dry_run else "did"
+            output.note(
+                f"{will} not convert {output.abbreviated(left_out)} in {src}. Keep the folder if you need this data"
+            )
         if dry_run:
             planned = plan_import(state, dst, step=step, run=run)
             return Report(planned, partial(_show_planned, planned))
@@ -509,8 +514,6 @@ def _import(
             f"{dst} already had step {saved.step} of run {run!r}, and now has {earlier + 1} checkpoints of this step. "
             f"The new one is save:{output.short_save_id(saved.save_id)}; pass another --step to keep them apart"
         )
-    if left_out:
-        output.note(f"did not convert {output.abbreviated(left_out)} in {src}. Keep the folder if you need this data")
     return Report(
         saved, partial(click.echo, f"{dst}: run {run}, step {saved.step}, {output.size(saved.state_bytes)}, {written}")
     )

@@ -317,6 +317,8 @@ def test_left_out_files_of_a_model_folder_are_listed(call: Call, tmp_path: Path)
     safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     torch.save({}, folder / "optimizer.pt")
     (folder / "config.json").write_text("{}")
+    outcome = call("convert", folder, tmp_path / "store", "--dry-run")
+    assert f"would not convert onnx, optimizer.pt in {folder}. " in outcome.err
     outcome = call("convert", folder, tmp_path / "store")
     assert outcome.status == exit_status.OK
     assert f"did not convert onnx, optimizer.pt in {folder}. " in outcome.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -335,16 +335,20 @@ def _report_export(done: Exported) -> Report:
         output.note(hint)
     status = exit_status.WARNINGS if done.skipped else exit_status.OK
     if isinstance(done, PlannedExport):
-        return Report(done.planned, partial(_show_planned, done.planned), status)
+        return Report(done.planned, partial(_show_planned, done.planned, done.left_out), status)
     return Report(done, partial(_show_export, done), status)
 
 
 def _show_export(done: Exported) -> None:
     source = f"run {done.checkpoint.run}, step {done.checkpoint.step}"
     click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {source}")
-    if done.left_out:
-        values = output.count(len(done.left_out), "plain value")
-        click.echo(f"left out {values} ({output.abbreviated(done.left_out)}); write a .pt file to keep plain values")
+    _show_left_out(done.left_out)
+
+
+def _show_left_out(names: Sequence[str]) -> None:
+    if names:
+        values = output.count(len(names), "plain value")
+        click.echo(f"left out {values} ({output.abbreviated(names)}); write a .pt file to keep plain values")
 
 
 @command("Convert a .safetensors file, .pt file or model folder to a store, or back.")
@@ -519,12 +523,13 @@ def _import(
     )
 
 
-def _show_planned(planned: Planned) -> None:
+def _show_planned(planned: Planned, left_out: Sequence[str] = ()) -> None:
     rows = [
         {"tensor": item.name, "dtype": item.dtype, "shape": output.shape(item.shape), "size": output.size(item.nbytes)}
         for item in planned.tensors
     ]
     output.print_table(rows, numbers=("size",))
+    _show_left_out(left_out)
     content = f"{output.count(len(rows), 'tensor')}, {output.size(planned.nbytes)}"
     click.echo(f"dry run, nothing was written: {planned.path}: run {planned.run}, step {planned.step}, {content}")
 

@@ -49,6 +49,8 @@ def test_left_out_values_are_listed(call: Call, tmp_path: Path) -> None:
         store.save({"model": {"w": torch.ones(3)}, "epoch": 3, "lr": 0.1}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
     assert "left out 2 plain values (epoch, lr); " in outcome.out
+    outcome = call("convert", tmp_path / "store", tmp_path / "other.safetensors", "--dry-run")
+    assert "left out 2 plain values (epoch, lr); " in outcome.out
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors at all"])

@@ -145,6 +145,14 @@ def test_torch_file_round_trip(store: Store, tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "b.pt", weights_only=True), expected)
 
 
+def test_state_dict_of_a_module_keeps_its_type_and_versions(store: Store, tmp_path: Path) -> None:
+    """Test a file without an outer mapping: load_state_dict() reads the versions of the modules."""
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    torch.save(state, tmp_path / "a.pt")
+    import_checkpoint(store, tmp_path / "a.pt")
+    assert_same(store.load(), state)
+
+
 def test_an_old_torch_file_is_read_as_well(store: Store, tmp_path: Path) -> None:
     """Test a file of the format before torch 1.6, which is not a zip file; tied tensors stay tied."""
     base = torch.randn(40, 50)

@@ -516,7 +516,7 @@ def _import(
     if earlier:
         output.note(
             f"{dst} already had step {saved.step} of run {run!r}, and now has {earlier + 1} checkpoints of this step. "
-            f"The new one is save:{output.short_save_id(saved.save_id)}; pass another --step to keep them apart"
+            f"The new one is save:{output.short_save_id(saved.save_id)}; pass another --step or --run"
         )
     return Report(
         saved, partial(click.echo, f"{dst}: run {run}, step {saved.step}, {output.size(saved.state_bytes)}, {written}")

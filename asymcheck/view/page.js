@@ -512,9 +512,9 @@ async function poll(round) {
     changed = true;
   }
   if (current && (changed || (round % 10 === 0 && !(view.memory && view.memory.rings.some((ring) => !ring.is_alive))))) { await loadPlaces(state); changed = true; }
-  if (state.trace !== null && (!view.trace || (view.traceSize !== state.trace && !view.window))) { view.trace = await get("trace"); view.traceSize = state.trace; drawTrace(); }
   if (changed || round === 0) { tell(null); draw(); }
   $("live").textContent = STATIC ? `as of ${time(state.now_ns)} UTC` : `following, checked ${time(state.now_ns).slice(11)} UTC`;
+  if (state.trace !== null && (!view.trace || (view.traceSize !== state.trace && !view.window))) { view.trace = await get("trace"); view.traceSize = state.trace; drawTrace(); }
 }
 
 async function follow() {

@@ -148,6 +148,20 @@ def test_empty_and_damaged_stores_are_readable(browser: Chromium, serve: Serve, 
         assert "damaged-manifest" in browser.evaluate("document.querySelector('#findings').textContent")
 
 
+def test_unreadable_trace_hides_nothing_else(browser: Chromium, serve: Serve, store: Path, tmp_path: Path) -> None:
+    """Test a trace file that does not exist, served and in an exported file."""
+    with serve(store, trace=tmp_path / "missing.json") as server:
+        browser.open(server.url)
+        wait_for_run(browser, 4)
+        browser.wait_for("document.querySelector('#message').textContent.startsWith('cannot read trace')")
+        documents = server.documents.collect(verify=False, compare=None)
+    exported = tmp_path / "page.html"
+    exported.write_text(static_page(documents), "utf-8")
+    browser.open(exported.as_uri())
+    wait_for_run(browser, 4)
+    browser.problems.clear()  # Chromium logs each refused request.
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_page_is_accessible(browser: Chromium, serve: Serve, store: Path, dark: bool) -> None:
     """Test landmarks, names of controls and charts, table headers, focus order, keys and contrast."""

@@ -107,8 +107,8 @@ class TraceFile:
                 for line in file:
                     if not line.endswith(b"\n"):
                         break  # still being written
-                    self._offset += len(line)
                     self._add(line.strip().rstrip(b","))
+                    self._offset += len(line)
         except OSError as error:
             raise StorageError(f"cannot read trace {self._path}: {error.strerror}; check the path") from error
 

@@ -355,8 +355,10 @@ def test_trace_summary_merges_close_intervals_and_sums_stalls(tmp_path: Path) ->
     assert trace.summary().stalls[-1].step == 9
     path.write_text("[\n" + lines[0] + "\n]\n", "utf-8")
     assert len(trace.summary().stalls) == 1
-    path.write_text("no trace\n" * 9, "utf-8")
-    with pytest.raises(FormatError, match="pass a file of"):
-        TraceFile(path).summary()
+    path.write_text("no trace\n", "utf-8")
+    other = TraceFile(path)
+    for _ in range(2):
+        with pytest.raises(FormatError, match="pass a file of"):
+            other.summary()
     with pytest.raises(StorageError, match="check the path"):
         TraceFile(tmp_path / "nothing").summary()

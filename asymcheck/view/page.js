@@ -365,7 +365,7 @@ function drawCheckpoints(entries) {
     {title: "copies", cell: (entry) => copiesOf(item(entry)).join(", ") || h("span", {class: "bad"}, "none complete")},
     {title: "status", wide: true, cell: (entry) => h("span", {class: isDamaged(entry) ? "bad" : "warn"}, [statusOf(entry), entry.problem].filter(Boolean).join(": "))},
     ...metrics.map((name) => ({title: name, number: true, cell: (entry) => number(item(entry).metrics[name]), sort: (entry) => item(entry).metrics[name]})),
-  ], [...far, ...entries].reverse(), {filters: {"": null, "on the line": (entry) => item(entry).on_line === true, abandoned: isAbandoned, damaged: isDamaged}});
+  ], entries.slice().reverse().concat(far), {filters: {"": null, "on the line": (entry) => item(entry).on_line === true, abandoned: isAbandoned, damaged: isDamaged}});
   const captures = view.memory ? view.memory.rings.flatMap((ring) => ring.captures.map((capture) => ({ring, capture}))) : [];
   table($("rings"), "Captures in memory", [
     {title: "step", number: true, cell: ({capture}) => (capture.step === null ? "?" : whole.format(capture.step))},

@@ -148,6 +148,24 @@ def test_empty_and_damaged_stores_are_readable(browser: Chromium, serve: Serve, 
         assert "damaged-manifest" in browser.evaluate("document.querySelector('#findings').textContent")
 
 
+def test_remote_checkpoints_follow_newest_first(
+    browser: Chromium, serve: Serve, store_path: Path, tmp_path: Path
+) -> None:
+    """Test the order of checkpoints that only the remote location has."""
+    location = f"file://{tmp_path}/remote"
+    with asymcheck.Store.open(store_path, create=True) as opened:
+        for step in (10, 20, 30):
+            opened.save({"x": torch.ones(5) * step}, step=step)
+            opened.push(location)
+        for step in (10, 20):
+            opened.delete(step)
+    with serve(store_path, remote=location) as server:
+        browser.open(server.url)
+        wait_for_run(browser, 3)
+        steps = "[...document.querySelectorAll('#checkpoints tbody td:first-child')].map((cell) => cell.textContent)"
+        assert browser.evaluate(steps) == ["30", "20", "10"]
+
+
 def test_unreadable_trace_hides_nothing_else(browser: Chromium, serve: Serve, store: Path, tmp_path: Path) -> None:
     """Test a trace file that does not exist, served and in an exported file."""
     with serve(store, trace=tmp_path / "missing.json") as server:

@@ -45,11 +45,12 @@ def sample(tier: NvmeTier, bytes_each: int) -> tuple[tuple[Sample, ...], str, in
     Damaged partitions are skipped; ``verify`` reports them.
     """
     line = _newest(tier)
-    if line:
+    while line:
+        newest, *line = line
         with contextlib.suppress(FormatError, RecoveryError, StorageError):
-            manifests = read_manifests(tier, line[0])
-            samples = _samples(tier, manifests, _older(tier, line[1:]), bytes_each)
-            described = f"step {line[0].ref.step} of run {line[0].run}"
+            manifests = read_manifests(tier, newest)
+            samples = _samples(tier, manifests, _older(tier, line), bytes_each)
+            described = f"step {newest.ref.step} of run {newest.run}"
             return samples, described, sum(manifest.total_bytes for manifest in manifests)
     return (), "", None
 
@@ -89,16 +90,18 @@ def _samples(tier: NvmeTier, manifests: list[Manifest], older: list[Manifest], b
 
 
 def _read(tier: NvmeTier, manifests: list[Manifest], rows: list[TensorRow], length: int) -> bytes:
-    """Read the first bytes of tensors from verified partitions. Return nothing if a partition is missing."""
+    """Read the first bytes of tensors from verified partitions. Return nothing if a partition is unreadable."""
     lengths = {extent.digest: extent.partition_length for row in rows for extent in row.extents}
-    hints = Hints.of_manifests(manifests)
     sampled = bytearray()
-    with PartitionLocator(tier, PartitionSet.of_lengths(lengths), hints, must_be_complete=False) as sources:
-        if lengths and all(map(sources.find, lengths)):
-            for row in rows:
-                first = bytearray()
-                for extent in row.extents:
-                    if len(first) < length:
-                        first += read_any(sources, extent.digest)[extent.offset : extent.offset + extent.length]
-                sampled += first[:length]
-    return bytes(sampled)
+    with (
+        contextlib.suppress(FormatError, RecoveryError, StorageError),
+        PartitionLocator(tier, PartitionSet.of_lengths(lengths), Hints.of_manifests(manifests)) as sources,
+    ):
+        for row in rows:
+            first = bytearray()
+            for extent in row.extents:
+                if len(first) < length:
+                    first += read_any(sources, extent.digest)[extent.offset : extent.offset + extent.length]
+            sampled += first[:length]
+        return bytes(sampled)
+    return b""

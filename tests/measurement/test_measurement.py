@@ -124,14 +124,21 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
-    """Test that the measurement continues without codecs, because it does not search for damage."""
+    """Test that the measurement continues without codecs, because it does not search for damage.
+
+    The size of the state comes from the manifest.
+    """
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": {"weight": torch.randn(50_000)}}, step=1)
     (pack,) = (store_path / "packs").iterdir()
     flip(pack, 8 * (3 * 4096 + 100))
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
-        assert sample(store.resources.tier, 1 << 20)[0] == ()
+        assert sample(store.resources.tier, 1 << 20) == ((), "step 1 of run default", 200_000)
         assert measure_store(store.resources.nvme, ring_folder_of(None), quick=True).codecs == ()
+        store.save({"other": torch.zeros(500)}, step=2)
+        (manifest,) = max((store_path / "manifests" / "default").iterdir()).iterdir()
+        flip(manifest, 8 * 500)
+        assert sample(store.resources.tier, 1 << 20)[1:] == ("step 1 of run default", 200_000)
 
 
 def test_full_drive_is_reported_first(store_path: Path) -> None:

@@ -45,7 +45,8 @@ class Snapshot:
         called: Called = {}
         selected = self._copy(state, None, tied, called)
         if not isinstance(selected, dict):
-            raise no_match(self._pattern, map(str, state) if isinstance(state, dict) else (), "the state")
+            whole = state_of(state, called) if is_to_be_called(state) else state
+            raise no_match(self._pattern, map(str, whole) if isinstance(whole, dict) else (), "the state")
         return selected
 
     def keep(self) -> None:
@@ -57,13 +58,15 @@ class Snapshot:
     ) -> object:
         if name is not None and not self._may_match(name):
             return None
-        if isinstance(value, TensorShard) or is_dtensor(value):
-            raise InvalidInputError(
-                f"tensor {name} is sharded, and one rank cannot publish it: save checkpoints, and run "
-                "'asymcheck publish STORE --follow', which assembles the shards"
-            )
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, name or "", tied) if fnmatch.fnmatchcase(name or "", self._pattern) else None
+        if isinstance(value, (torch.Tensor, TensorShard)):
+            if not fnmatch.fnmatchcase(name or "", self._pattern):
+                return None
+            if isinstance(value, TensorShard) or is_dtensor(value):
+                raise InvalidInputError(
+                    f"tensor {name} is sharded, and one rank cannot publish it: save checkpoints, and run "
+                    "'asymcheck publish STORE --to LOCATION --follow', which assembles the shards"
+                )
+            return self._tensor(value, name or "", tied)
         if is_to_be_called(value):
             value = state_of(value, called)
         items = value.items() if isinstance(value, Mapping) else ()

@@ -697,7 +697,11 @@ def test_invalid_rules_are_refused(tmp_path: Path) -> None:
             publisher.publish({"optimizer": {"m": torch.zeros(3)}}, 1)
         with pytest.raises(InvalidInputError, match="sharded"):
             publisher.publish({"model": {"w": shard}}, 1)
+        with pytest.raises(InvalidInputError, match="it has weight, bias"):
+            publisher.publish(torch.nn.Linear(2, 2), 1)
     assert not list((tmp_path / "releases" / "manifests").iterdir())
+    with Publisher(Publish(str(tmp_path / "releases"), tensors="*.w")) as publisher:
+        assert publisher.publish({"model": {"w": torch.zeros(3), "shard": shard}}, 1).state_bytes == 12
 
 
 def test_training_publishes_in_the_background(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.report import Report, Row, UnreadableReportError, read_json
 
-_MORE_IS_BETTER = ("GB/s", "%", "share")
+_MORE_IS_BETTER = ("GB/s", "%")
 _SINGLE_RUN_TOLERANCE = 0.1
 """Relative difference that counts as a change for a result without a spread."""
 
@@ -35,7 +35,7 @@ def changes(old: Report, new: Report) -> list[Change]:
     for after in new.results:
         former = before.get((after.system, after.metric, after.unit))
         if former is not None and _differ(former, after):
-            more_is_better = after.unit in _MORE_IS_BETTER or after.metric.startswith("ratio")
+            more_is_better = after.unit in _MORE_IS_BETTER or after.metric.startswith(("ratio", "bit-exact"))
             worse = (after.median < former.median) == more_is_better
             differences.append(Change(after.system, after.metric, after.unit, former.median, after.median, worse))
     return sorted(differences, key=lambda row: (not row.is_worse, -abs(_factor(row))))

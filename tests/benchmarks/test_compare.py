@@ -41,6 +41,9 @@ def test_less_throughput_is_worse(tmp_path: Path) -> None:
     """Test a unit for which more is better."""
     assert _compared(tmp_path, _report(row("c", "x", "GB/s", [4.0])), _report(row("c", "x", "GB/s", [3.0]))) == 1
     assert _compared(tmp_path, _report(row("c", "x", "GB/s", [4.0])), _report(row("c", "x", "GB/s", [3.9]))) == 0
+    exact = [_report(row("c", "bit-exact, M", "share", [value])) for value in (0.5, 1.0)]
+    assert (_compared(tmp_path, *exact), _compared(tmp_path, *reversed(exact))) == (0, 1)
+    assert _compared(tmp_path, *(_report(row("c", "error, M", "share", [value])) for value in (0.1, 0.2))) == 1
 
 
 def test_equal_reports_and_reports_of_different_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,8 +148,9 @@ class Exchange:
         shared = {id(every[number]) for number in overlapping(every)}
         for weight, new in pairs:
             for number, tensor in enumerate(weight.tensors):
-                is_own = tensor.is_contiguous() and _slack(tensor) in (0, BLOCK_BYTES)
-                if copies or not is_own or id(tensor) in shared:
+                is_own = tensor.is_contiguous() and _slack(tensor) in (0, BLOCK_BYTES) and id(tensor) not in shared
+                # torch calls each tensor on a GPU shared.
+                if copies or not is_own or (tensor.is_cpu and tensor.is_shared()):
                     self._copies.append((tensor, new))
                     continue
                 part = new if number == 0 else new.to(tensor.device, copy=True)

@@ -300,6 +300,17 @@ def test_views_of_a_common_buffer_stay_views(tmp_path: Path) -> None:
             trained["a"] += 1
 
 
+def test_shared_memory_stays_shared(tmp_path: Path) -> None:
+    """Test a model in shared memory, of which other processes see the updates."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model().share_memory()
+    addresses = [parameter.data_ptr() for parameter in served.parameters()]
+    with Publisher(rules) as publisher, Subscriber(rules.location, served) as subscriber:
+        publish(publisher, trained, 1)
+        subscriber.update()
+    check(served, 1)
+    assert [parameter.data_ptr() for parameter in served.parameters()] == addresses
+
+
 def test_changed_weights_are_replaced_by_the_release(tmp_path: Path) -> None:
     """Test that a weight which the consumer changed in memory does not get into the next release."""
     rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()

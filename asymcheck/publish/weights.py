@@ -114,6 +114,11 @@ def _prefix(given: Mapping[str, object], stored: Mapping[str, object]) -> str:
 
 def _take(weight: Weight, tensor: torch.Tensor, name: str, taken: dict[tuple[object, ...], str], release: str) -> None:
     row, dtype = weight.row, TORCH_NAMES.get(tensor.dtype, str(tensor.dtype))
+    if not _has_memory(tensor):
+        raise StateMismatchError(
+            f"tensor {name} has no memory for the weights; nothing was changed. Convert it to a dense tensor, or call "
+            "to_empty(device=…) for a model on the meta device"
+        )
     if (dtype, tuple(tensor.shape)) != (row.dtype, row.shape):
         remedy = ""
         if tuple(tensor.shape) == row.shape:
@@ -133,6 +138,10 @@ def _take(weight: Weight, tensor: torch.Tensor, name: str, taken: dict[tuple[obj
         weight.ties.append(tensor)
     if key is not None:
         taken[key] = row.name
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 class Exchange:

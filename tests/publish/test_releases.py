@@ -354,8 +354,9 @@ def test_tensors_replaced_after_a_prefetch_are_updated(tmp_path: Path) -> None:
             check(served, step)
 
 
-def test_tied_weights_stay_on_their_devices(tmp_path: Path) -> None:
+def test_tied_weights_stay_on_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a consumer that has a copy of a tied weight on another device, as with layers on several GPUs."""
+    monkeypatch.setattr(weights, "_has_memory", lambda _tensor: True)  # the meta device stands for a GPU
     tied = torch.rand(300)
     served: dict[str, Any] = {"a": torch.zeros(300), "b": torch.zeros(300, device="meta")}
     with (
@@ -568,8 +569,10 @@ def test_temporary_tensors_are_not_tied(tmp_path: Path) -> None:
         (lambda: model(torch.float16), "float16 .* but release 1 .* float32"),
         (lambda: torch.nn.Linear(300, 700), "another architecture"),
         (lambda: {"model": {"0.weight": torch.zeros(2, 2)}}, "another architecture"),
+        (lambda: {"model": {key: value.to("meta") for key, value in model().state_dict().items()}}, "to_empty"),
+        (lambda: {"model": {key: value.to_sparse() for key, value in model().state_dict().items()}}, "dense tensor"),
     ],
-    ids=["dtype", "module", "dict"],
+    ids=["dtype", "module", "dict", "meta", "sparse"],
 )
 def test_other_architecture_or_dtype_is_refused(tmp_path: Path, into: Callable[[], object], message: str) -> None:
     """Test that a model which does not fit is named, and not changed."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "SPEC.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md")
+DOCUMENTS = ("README.md", "SPEC.md", "CHANGELOG.md", "CONTRIBUTING.md", "*/README.md", "docs/**/*.md")
 PACKAGES = ("asymcheck", "benchmarks", "format_spec", "tools")
 RESULTS = ROOT / "docs" / "results"
 WORDS_MAX = 40

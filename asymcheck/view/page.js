@@ -511,6 +511,8 @@ async function poll(round) {
     try { await loadRun(state); } finally { clearInterval(watch); $("reading").hidden = true; }
     changed = true;
   }
+  // A remote location that does not answer takes a minute.
+  if (changed && state.remote) draw();
   if (current && (changed || (round % 10 === 0 && !(view.memory && view.memory.rings.some((ring) => !ring.is_alive))))) { await loadPlaces(state); changed = true; }
   if (changed || round === 0) { tell(null); draw(); }
   $("live").textContent = STATIC ? `as of ${time(state.now_ns)} UTC` : `following, checked ${time(state.now_ns).slice(11)} UTC`;

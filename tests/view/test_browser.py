@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,20 @@ def test_remote_checkpoints_follow_newest_first(
         wait_for_run(browser, 3)
         steps = "[...document.querySelectorAll('#checkpoints tbody td:first-child')].map((cell) => cell.textContent)"
         assert browser.evaluate(steps) == ["30", "20", "10"]
+
+
+def test_page_does_not_wait_for_the_remote_location(
+    browser: Chromium, serve: Serve, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a location that does not answer until the page shows the checkpoints of the store."""
+    answers = threading.Event()
+    with serve(store, remote=f"file://{tmp_path}/remote") as server:
+        monkeypatch.setitem(server.documents._by_name, "remote", lambda _query: answers.wait(90) and {"error": "late"})
+        browser.open(server.url)
+        try:
+            wait_for_run(browser, 4)
+        finally:
+            answers.set()
 
 
 def test_unreadable_trace_hides_nothing_else(browser: Chromium, serve: Serve, store: Path, tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def _translated(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        message = f"the key-value store of the ranks does not respond ({what}): {str(error).splitlines()[0]}"
-        raise RanksError(message) from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RanksError(f"the key-value store of the ranks does not respond ({what}): {reason}") from error
 
 
 class Clock:

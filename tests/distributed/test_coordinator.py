@@ -444,6 +444,13 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
     with pytest.raises(RanksError, match=r"store of the ranks does not respond \(connect\): The client socket"):
         Ranks(0, 2, Unconnected()).connect()
 
+    class Silent(Broken):
+        def clone(self) -> Broken:
+            raise TimeoutError
+
+    with pytest.raises(RanksError, match=r"store of the ranks does not respond \(connect\): TimeoutError"):
+        Ranks(0, 2, Silent()).connect()
+
 
 def test_a_connection_to_a_dead_store_is_tried_no_longer_than_the_time_limit() -> None:
     """Test a store that ends between the rendezvous and the first save."""

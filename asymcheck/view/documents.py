@@ -130,12 +130,12 @@ class Documents:
     def collect(self, *, verify: bool, compare: tuple[str, str, str] | None) -> dict[str, object]:
         """Return the documents of a static page, by name; those of runs, by name and run.
 
-        A document that cannot be computed is replaced by ``{"error": message}``, except a comparison. With ``verify``,
-        also read and check every byte. ``compare`` has run, A and B of a comparison, as in
+        A document that cannot be computed is replaced by ``{"error": message}``, except a verification and a
+        comparison. With ``verify``, also read and check every byte. ``compare`` has run, A and B of a comparison, as in
         :meth:`asymcheck.Store.diff`.
 
         Raises:
-            AsymcheckError: the checkpoints of ``compare`` do not exist or cannot be compared.
+            AsymcheckError: the verification failed, or the checkpoints of ``compare`` cannot be compared.
         """
 
         def get(name: str, **query: str) -> object:
@@ -145,7 +145,7 @@ class Documents:
                 return {"error": str(error)}
 
         if verify:
-            get("verify")
+            self._verify()
         runs = [state.run for state in self._histories.states()]
         remote_runs = [] if self._uri is None else runs
         return {

@@ -26,6 +26,7 @@ from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import FormatError, OutOfSpaceError, StorageError
 from asymcheck.storage.local_files import Files
 from asymcheck.types import Part
+from asymcheck.view.documents import Documents
 from asymcheck.view.server import PageServer
 from asymcheck.view.trace_summary import TraceFile
 from tests.cli.conftest import run_command
@@ -246,6 +247,15 @@ def test_verification_of_a_location_reads_every_byte(store: Path, serve: Serve, 
         document = fetch(server, "verify")["document"]
     assert document["deep"]
     assert [finding["kind"] for finding in document["findings"]] == ["damaged-frame"]
+
+
+def test_export_without_its_verification_is_refused(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a verification that ends early: a report without findings would look intact."""
+    monkeypatch.setattr(Documents, "_verify", _refuse)
+    outcome = run_command("view", store, "--export", tmp_path / "report.html", "--verify")
+    assert (outcome.status, (tmp_path / "report.html").exists()) == (exit_status.STORAGE, False)
 
 
 def test_export_of_a_comparison_with_a_missing_checkpoint_is_refused(store: Path, tmp_path: Path) -> None:

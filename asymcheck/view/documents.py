@@ -104,7 +104,8 @@ class Documents:
         self._remote_histories: Histories | None = None
         self._remote_lock = threading.Lock()
         self._trace = None if trace is None else TraceFile(trace)
-        # One command that reads much at a time, so that the page does not compete with a training for the drive.
+        # One command that reads tensors at a time, so that the page does not compete with a training for the drive.
+        # Other documents are read without the lock, so that the page follows the store during a verification.
         self._heavy = threading.Lock()
         self._verified: dict[str, object] | None = None
         self._by_name: dict[str, Callable[[Query], object]] = {
@@ -112,7 +113,7 @@ class Documents:
             "log": lambda query: self._log(self._location, self._histories, query),
             "remote": self._remote_log,
             "memory": lambda _query: self._memory(),
-            "du": lambda _query: self._read("du", run=None),
+            "du": lambda _query: document_of("du", store=store, run=None),
             "verify": lambda _query: self._verify(),
             "diff": self._diff,
             "trace": self._trace_window,
@@ -195,7 +196,6 @@ class Documents:
     def _memory(self) -> object:
         of_tensors = {"step": None, "pattern": None, "values": False, "where": False}
         of_rings = {"run": None, "tier": "memory", "ring_folder": self._ring_folder}
-        # Without the lock, so that the page follows the store during a verification.
         return self._document_of("inspect", store=self._location, remote=None, follows=False, **of_rings, **of_tensors)
 
     def _verify(self) -> object:

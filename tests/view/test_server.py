@@ -153,6 +153,14 @@ def test_page_follows_a_store(serve: Serve, store: Path) -> None:
         assert [entry["checkpoint"]["complete"] for entry in entries] == [True] * 4
 
 
+def test_page_follows_a_store_during_a_verification(serve: Serve, store: Path) -> None:
+    """Test the documents that the page reads for each new checkpoint."""
+    with serve(store) as server, server.documents._heavy:
+        for name in ("state", "log?run=default", "memory", "du"):
+            with urllib.request.urlopen(f"{server.url}api/{name}", timeout=9) as answer:  # noqa: S310 - http
+                assert answer.status == 200
+
+
 def test_first_checkpoint_of_a_run_is_completed_later(serve: Serve, store_path: Path) -> None:
     """Test a run whose only checkpoint was shown before the last rank had saved its part."""
     save_id = new_save_id().hex()

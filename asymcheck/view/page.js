@@ -389,6 +389,7 @@ function drawSummary(log) {
 }
 
 function drawHealth() {
+  if ($("verify").disabled) return; // A verification runs.
   const {verified} = view.state, report = verified && verified.document;
   $("health").className = !report ? "" : report.lost.length ? "bad" : report.findings.length ? "warn" : "good";
   $("health").textContent = !report ? "The store was not verified since this page was started."
@@ -557,6 +558,7 @@ $("diff-form").addEventListener("submit", (event) => {
 });
 $("verify").addEventListener("click", (event) => whileBusy(event.target, $("health"), "Reading every byte of the store …", async () => {
   view.state.verified = await get("verify");
+  event.target.disabled = false;
   draw();
 }));
 $("compute-du").addEventListener("click", (event) => whileBusy(event.target, $("reading"), "", async () => { await loadDu(); draw(); }));

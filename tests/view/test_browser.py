@@ -167,6 +167,19 @@ def test_remote_checkpoints_follow_newest_first(
         assert browser.evaluate(steps) == ["30", "20", "10"]
 
 
+def test_page_follows_a_store_during_a_verification(browser: Chromium, serve: Serve, store: Path) -> None:
+    """Test a checkpoint that is saved meanwhile. The page still tells that the verification runs."""
+    with serve(store) as server, asymcheck.Store.open(store) as opened:
+        browser.open(server.url)
+        wait_for_run(browser, 4)
+        with server.documents._heavy:
+            browser.evaluate("document.querySelector('#verify').click()")
+            opened.save({"model": {"weight": torch.ones(9)}}, step=99)
+            wait_for_run(browser, 5)
+            assert browser.evaluate("document.querySelector('#health').textContent").startswith("Reading every byte")
+        browser.wait_for("document.querySelector('#health').className === 'good'")
+
+
 def test_page_does_not_wait_for_the_remote_location(
     browser: Chromium, serve: Serve, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import StoredPiece
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import identity_key
+from asymcheck.state.shards import is_dtensor
 from asymcheck.state.walk import below, is_to_be_called
 from asymcheck.storage.gpu_staging import outlast_queue
 
@@ -116,8 +117,8 @@ def _take(weight: Weight, tensor: torch.Tensor, name: str, taken: dict[tuple[obj
     row, dtype = weight.row, TORCH_NAMES.get(tensor.dtype, str(tensor.dtype))
     if not _has_memory(tensor):
         raise StateMismatchError(
-            f"tensor {name} has no memory for the weights; nothing was changed. Convert it to a dense tensor, or call "
-            "to_empty(device=…) for a model on the meta device"
+            f"tensor {name} has no memory for the whole weights: it is sharded, sparse, or on the meta device; nothing "
+            "was changed. Give a dense tensor; for a model on the meta device, call to_empty(device=…) first"
         )
     if (dtype, tuple(tensor.shape)) != (row.dtype, row.shape):
         remedy = ""
@@ -141,7 +142,7 @@ def _take(weight: Weight, tensor: torch.Tensor, name: str, taken: dict[tuple[obj
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
+    return tensor.layout == torch.strided and not tensor.is_meta and not is_dtensor(tensor)
 
 
 class Exchange:

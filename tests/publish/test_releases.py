@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import asymcheck
 from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
@@ -44,6 +45,7 @@ from asymcheck.types import CheckpointRef
 from tests.checkpointer.disks import SmallDrive
 from tests.damage.flips import flip
 from tests.publish.models import check, model, train_to
+from tests.reshard.ranks import as_rank
 
 
 def publish(publisher: Publisher, trained: torch.nn.Module, step: int) -> Release:
@@ -586,6 +588,18 @@ def test_other_architecture_or_dtype_is_refused(tmp_path: Path, into: Callable[[
         assert subscriber.number is None
     if isinstance(served, torch.nn.Module):
         assert all(torch.equal(a, b) for a, b in zip(before, served.parameters(), strict=True))
+
+
+def test_sharded_model_is_refused(tmp_path: Path) -> None:
+    """Test a model of which this process has only a shard of one tensor."""
+    location, whole = str(tmp_path / "releases"), torch.zeros(3)
+    with as_rank(0, 2), Publisher(Publish(location)) as publisher:
+        shard = DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        publisher.publish({"model": {"a": torch.ones(3), "b": torch.ones(4)}}, 1)
+        subscriber = Subscriber(location, {"a": whole, "b": shard})
+        with subscriber, pytest.raises(StateMismatchError, match=r"tensor b .* sharded"):
+            subscriber.update()
+    assert not whole.any()
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

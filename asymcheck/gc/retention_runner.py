@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from asymcheck.commit.transaction import remove
-from asymcheck.errors import AsymcheckError, FormatError, RecoveryError, StorageError, UnsupportedFormatError
+from asymcheck.errors import (
+    AsymcheckError,
+    FormatError,
+    LockTimeoutError,
+    RecoveryError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from asymcheck.format import layout
 from asymcheck.gc.collect import Collected, collect
 from asymcheck.inspect.history import describe_by, known_line
@@ -96,7 +103,8 @@ class Pruner:
             always_collect: collect even if no checkpoint was deleted.
 
         Raises:
-            StorageError: the device failed. Unreadable checkpoints were not deleted.
+            StorageError: the device failed, or refused to delete a checkpoint. The others were deleted, except
+                unreadable ones.
             UnsupportedFormatError: a checkpoint needs a newer program. Nothing was deleted.
             InconsistentCheckpointError: a manifest is damaged. Checkpoints were deleted, but no pack was freed.
         """
@@ -115,12 +123,21 @@ class Pruner:
             kept = {verdict.checkpoint.ref for verdict in verdicts if verdict.stays}
             self._tier.manifests.sync_checkpoints(self._run, kept - self._synced)
             self._synced = kept
+        refused: StorageError | None = None
         for ref in to_delete:
-            remove(self._tier, self._catalog, listings[ref])
+            try:
+                remove(self._tier, self._catalog, listings[ref])
+            except LockTimeoutError:
+                raise
+            except StorageError as error:
+                # Perhaps another user has saved it. Otherwise, all newer ones would fill the drive.
+                refused = refused or error
         if to_delete or always_collect or self._is_unfinished:
             self._is_unfinished = True
             collected = collect(self._tier, self._catalog, needed=self._needed)
             self._is_unfinished = collected.busy_packs > 0
+        if refused is not None:
+            raise refused
         return Pruned(self._run, tuple(verdicts), collected)
 
     def _listings(self) -> dict[CheckpointRef, CheckpointFiles]:

@@ -27,6 +27,7 @@ from asymcheck.gc.retention_runner import Pruner
 from asymcheck.policies.retention import choose_kept
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme.manifests import ManifestFiles
+from asymcheck.types import CheckpointRef
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -159,6 +160,23 @@ def test_damaged_manifest_is_reported_after_the_deletions(store: Store) -> None:
         store.prune(Retention(keep_last=2, keep_every=2))
     assert _steps(store) == [2, 3, 4]
     assert store.prune(Retention(keep_last=2)).collected.freed_packs == 2
+
+
+def test_checkpoint_that_may_not_be_deleted_blocks_no_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test an old checkpoint of another user: newer ones are deleted, and their packs are freed."""
+    _save(store, 1, 2, 3, 4)
+    remove = ManifestFiles.remove
+
+    def refuse(manifests: ManifestFiles, run: str, ref: CheckpointRef) -> None:
+        if ref.step == 1:
+            raise ReadOnlyStoreError("remove: permission denied")
+        remove(manifests, run, ref)
+
+    monkeypatch.setattr(ManifestFiles, "remove", refuse)
+    with pytest.raises(ReadOnlyStoreError, match="permission denied"):
+        store.prune(Retention(keep_last=1))
+    assert _steps(store) == [1, 4]
+    assert store.gc().kept_packs == len(list((store.path / "packs").iterdir())) == 2
 
 
 READER = """

@@ -313,7 +313,7 @@ class TooManyFilesError(StorageError, kind="too-many-files"):
 
 
 class RemoteUnreachableError(StorageError, kind="unreachable"):
-    """A remote location did not respond in time. Its content is unknown."""
+    """A remote location, or the server of a mount, did not respond in time. Its content is unknown."""
 
 
 class GivenUpError(AsymcheckError, kind="given-up"):

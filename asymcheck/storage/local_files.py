@@ -22,6 +22,7 @@ from asymcheck.errors import (
     LockTimeoutError,
     OutOfSpaceError,
     ReadOnlyStoreError,
+    RemoteUnreachableError,
     StorageError,
     TooManyFilesError,
     UnsupportedFileSystemError,
@@ -35,6 +36,11 @@ _CREATE_ATTEMPTS = 8
 _INSPECTION_S = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_SERVER = {
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
+    *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
+}
+"""Errors of a mounted file system without its server."""
 FILE_MODE = 0o666
 """Mode of new files before the umask, which decides whether a group shares the store."""
 
@@ -265,6 +271,8 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
             raise ReadOnlyStoreError(f"{message}; {owner}{advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
+        if error.errno in NO_SERVER:
+            raise RemoteUnreachableError(f"{message}; check the mount") from error
         if error.errno == errno.EFBIG:
             raise StorageError(f"{message}; raise the limit of file sizes (ulimit -f)") from error
         # Links to files outside of a store are followed. The path of such a file is a loop of links.

@@ -7,7 +7,14 @@ import errno
 import math
 from collections.abc import Callable
 
-from asymcheck.errors import FormatError, StorageError, StructureError, TruncatedError, UnsupportedFormatError
+from asymcheck.errors import (
+    FormatError,
+    RemoteUnreachableError,
+    StorageError,
+    StructureError,
+    TruncatedError,
+    UnsupportedFormatError,
+)
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, FrameHeader, decode_header
 from asymcheck.format.pack import (
@@ -69,7 +76,7 @@ def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool =
             raise TruncatedError(f"{where}: the file has {size} of {header.pack_length} bytes")
         index, _ = read(header.index_offset, round_up(header.index_length))
         return PackIndex(header, decode_index(index, header, where), None)
-    except UnsupportedFormatError:
+    except (UnsupportedFormatError, RemoteUnreachableError):
         raise
     except (FormatError, StorageError) as error:
         if isinstance(error, FormatError):

@@ -13,7 +13,12 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from asymcheck import Retention, Store
-from asymcheck.errors import HeadRecordError, InconsistentCheckpointError, SkippedCheckpointWarning
+from asymcheck.errors import (
+    HeadRecordError,
+    InconsistentCheckpointError,
+    RemoteUnreachableError,
+    SkippedCheckpointWarning,
+)
 from asymcheck.fsck.verify import Severity
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.storage.remote import RemoteTier
@@ -105,6 +110,26 @@ def test_packs_that_cannot_be_read_stop_no_push_and_no_collection(
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     check_location(folder, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "fuse", "ext4"])
+def test_read_errors_of_a_mount_are_no_damage(
+    store: Path, folder: str, unreadable: set[int], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Test that an outage of a mounted server is not taken for damage, which would restore an older checkpoint."""
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder, 1)
+        before = packs_of(folder)
+        opened.push(folder, 2)
+    unreadable.update(pack.stat().st_ino for pack in packs_of(folder) - before)
+    monkeypatch.setattr("asymcheck.storage.remote.remote_files.file_system_type", lambda _: kind)
+    with Store.open(folder, config=CONFIG) as remote:
+        if kind == "ext4":
+            with pytest.warns(SkippedCheckpointWarning, match="Input/output error"):
+                check_state(remote.load(), 1)
+        else:
+            with pytest.raises(RemoteUnreachableError, match="Input/output error; check the mount"):
+                remote.load()
 
 
 def test_best_checkpoint_stays_while_its_metrics_cannot_be_read(

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
+from asymcheck.errors import (
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    RemoteUnreachableError,
+    StorageError,
+    TooManyFilesError,
+)
 from asymcheck.storage import local_files as module
 from asymcheck.storage.local_files import Descriptors, Files, is_same_file, translated, try_lock, unlock, wait_lock
 
@@ -25,6 +31,8 @@ PATH = Path("somewhere")
         (errno.EPERM, ReadOnlyStoreError, "read_only=True"),
         (errno.EMFILE, TooManyFilesError, "ulimit -n"),
         (errno.ENFILE, TooManyFilesError, "ulimit -n"),
+        (errno.ESTALE, RemoteUnreachableError, "check the mount"),
+        (errno.ENOTCONN, RemoteUnreachableError, "check the mount"),
         (errno.EIO, StorageError, os.strerror(errno.EIO)),
         (errno.EINVAL, StorageError, os.strerror(errno.EINVAL)),
     ],

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar, cast
 
 from asymcheck.config import RemoteConfig
@@ -31,6 +31,8 @@ from asymcheck.errors import (
 from asymcheck.events import emit
 from asymcheck.executor import begin
 from asymcheck.format import layout
+from asymcheck.storage.local_files import NO_SERVER
+from asymcheck.storage.nvme.drives import NETWORK, file_system_type
 from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, OpenedFile, Writable
 from asymcheck.storage.remote.clients import connect
 from asymcheck.storage.remote.deadline import OverdueCalls, tried, within
@@ -58,11 +60,9 @@ _SHOWN = 500
 _SLOW_BYTES_PER_S = 1e6
 """Throughput of a slow link: the deadline of a put grows by the time of its bytes."""
 _READS = ("access ", "list ", "read ")
-_UNREACHABLE = {
-    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
-    *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
-    *(errno.EPIPE, errno.ENOLINK, errno.ECOMM, errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.ENOMEM),
-}
+_UNREACHABLE = NO_SERVER.union(
+    (errno.EPIPE, errno.ENOLINK, errno.ECOMM, errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.ENOMEM)
+)
 """Errors of a mounted file system without its server, of a network failure, or of missing memory."""
 
 
@@ -115,7 +115,10 @@ class RemoteFiles:
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
-            refused = refusal(described, error, is_local=self.kind == "local")
+            is_local = self.kind == "local"
+            refused = refusal(described, error, is_local=is_local)
+            if is_local and getattr(error, "errno", None) == errno.EIO and self._is_mounted():
+                refused = RemoteUnreachableError(f"{refused}; check the mount")
             if self.renames:
                 raise refused from error
             # The text of an error of an object store may have credentials.
@@ -125,6 +128,19 @@ class RemoteFiles:
             if type(error).__name__ != "PanicException":
                 raise
             raise StorageError(f"{described}: the client failed: {error}; try again") from error
+
+    def _is_mounted(self) -> bool:
+        """Tell whether the location is a mount of a server, where an outage may look like a bad sector."""
+
+        def mounted_type() -> str:
+            os.stat(self.top)
+            return file_system_type(Path(self.top))
+
+        try:
+            kind = within(self.config.deadline_s, f"access {self.location}", mounted_type, self._overdue)
+        except (OSError, RemoteUnreachableError):
+            return True
+        return kind in NETWORK or kind.partition(".")[0] == "fuse"
 
     def stat(self, path: PurePath) -> Entry | None:
         """Return the entry at ``path``; None if there is none."""

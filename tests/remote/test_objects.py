@@ -109,7 +109,7 @@ def test_names_with_a_prefix_are_listed(bucket: str) -> None:
 @pytest.mark.parametrize("server", ["objects"], indirect=True)
 def test_a_service_that_lists_names_in_any_order(bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test pushes and restores if listings by prefix end too early."""
-    monkeypatch.setattr(_ObstoreClient, "beginning", lambda *_: [])
+    monkeypatch.setattr(_ObstoreClient, "beginning", lambda *_: None)
     push(store, bucket)
     save_steps(store, 3)
     push(store, bucket)

@@ -21,7 +21,7 @@ import pytest
 from asymcheck import Store
 from asymcheck.errors import RemoteUnreachableError, StorageError
 from asymcheck.storage.remote import clients, deadline, hdfs_native, remote_files
-from asymcheck.storage.remote.client_interface import FileSystem
+from asymcheck.storage.remote.client_interface import Entry, FileSystem
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import REMOTE, config
@@ -77,6 +77,25 @@ def test_a_location_that_never_answers_occupies_few_threads(tmp_path: Path, monk
     wait_until(lambda: all(call.done() for call in remote_files._overdue[str(location)]._calls), "the answers")
     assert RemoteFiles(location, REMOTE).stat(path) is None
     assert len(called) == 5
+
+
+def test_each_answer_of_a_listing_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a listing that takes longer than the deadline, because the location has many folders."""
+    for number in range(4):
+        (tmp_path / f"{number}" / "below").mkdir(parents=True)
+    children, never = clients._LocalClient.children, threading.Event()
+
+    def slowly(client: clients._LocalClient, path: str) -> list[Entry]:
+        never.wait(10 if path.endswith("hangs") else 0.1)
+        return children(client, path)
+
+    monkeypatch.setattr(clients._LocalClient, "children", slowly)
+    files = RemoteFiles(parse_location(f"file://{tmp_path}"), dataclasses.replace(REMOTE, deadline_s=0.3))
+    assert len(files.walk(top(files), recursive=True)) == 8
+    (tmp_path / "hangs").mkdir()
+    with pytest.raises(RemoteUnreachableError, match=r"no answer in 0\.3 s"):
+        files.walk(top(files), recursive=True)
+    never.set()
 
 
 def test_missing_entries_are_none(files: RemoteFiles) -> None:

@@ -77,20 +77,21 @@ class Client(abc.ABC):
     def children(self, path: str) -> list[Entry]:
         """Return the entries in a directory; none for a file."""
 
-    def beginning(self, path: str, prefix: str) -> list[Entry]:
-        """Return the entries in a directory whose names begin with ``prefix``."""
-        return [entry for entry in self.children(path) if entry.path.name.startswith(prefix)]
+    def beginning(self, path: str, prefix: str, found: list[Entry]) -> None:
+        """Append the entries in a directory whose names begin with ``prefix`` to ``found``, as :meth:`walk` does."""
+        found += [entry for entry in self.children(path) if entry.path.name.startswith(prefix)]
 
-    def walk(self, path: str) -> list[Entry]:
-        """Return the entries in and below a directory. Directories that are removed meanwhile are skipped."""
-        entries = self.children(path)
-        folders = [entry.path for entry in entries if not entry.is_file]
+    def walk(self, path: str, found: list[Entry]) -> None:
+        """Append the entries in and below a directory to ``found``, those of each request at once.
+
+        Directories that are removed meanwhile are skipped.
+        """
+        found += (below := self.children(path))
+        folders = [entry.path for entry in below if not entry.is_file]
         while folders:
             with contextlib.suppress(FileNotFoundError):
-                below = self.children(str(folders.pop()))
-                entries += below
+                found += (below := self.children(str(folders.pop())))
                 folders += [entry.path for entry in below if not entry.is_file]
-        return entries
 
     @abc.abstractmethod
     def delete(self, path: str) -> None:

@@ -171,9 +171,9 @@ class _PyarrowClient(FileSystem):
     def children(self, path: str) -> list[Entry]:
         return self._select(path, recursive=False)
 
-    def walk(self, path: str) -> list[Entry]:
-        """Return the entries in and below a directory, by a single request if possible."""
-        return self._select(path, recursive=True)
+    def walk(self, path: str, found: list[Entry]) -> None:
+        """Append the entries in and below a directory to ``found``, by a single request if possible."""
+        found += self._select(path, recursive=True)
 
     def _select(self, path: str, *, recursive: bool) -> list[Entry]:
         try:

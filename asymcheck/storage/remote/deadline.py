@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 _QUIET_S = 5.0
 """Time after which a missing answer is reported."""
+_LOOK_S = 1.0
+"""Interval of looks for progress."""
 _OVERDUE_MAX = 32
 _PROBE_AFTER_S = 600.0
 
@@ -61,24 +63,31 @@ class OverdueCalls:
             self._calls = []
 
 
-def within(seconds: float, action: str, call: Callable[[], _T], overdue: OverdueCalls | None = None) -> _T:
+def within(
+    seconds: float, action: str, call: Callable[[], _T], overdue: OverdueCalls | None = None, progress: Sized = ()
+) -> _T:
     """Run ``call`` on a separate thread and return its result, or raise its exception.
 
     After a timeout, the thread ends with the process. Its late writes are harmless, because they go to temporary
-    names. It renames only complete files. ``overdue`` limits the number of such threads.
+    names. It renames only complete files. ``overdue`` limits the number of such threads. The time begins again when
+    ``call`` has extended ``progress``.
 
     Raises:
-        RemoteUnreachableError: the call took longer than ``seconds``, or ``overdue`` refuses it.
+        RemoteUnreachableError: the call made no progress for ``seconds``, or ``overdue`` refuses it.
     """
     overdue = overdue or OverdueCalls()
     overdue.check(action)
     done = begin(call, "remote")
     try:
-        if not wait([done], min(seconds, _QUIET_S)).done and seconds > _QUIET_S:
+        if not wait([done], min(seconds, _QUIET_S)).done and seconds > _QUIET_S and not progress:
             _logger.warning("%s: no answer for %g s; waiting up to %.3g s", action, _QUIET_S, seconds)
-        if not wait([done], max(0, seconds - _QUIET_S)).done:
-            overdue.add(done)
-            raise RemoteUnreachableError(f"{action}: no answer in {round(seconds, 3):g} s")
+        ends, reached = time.monotonic() + max(0, seconds - _QUIET_S), 0
+        while not wait([done], min(_LOOK_S, max(0, ends - time.monotonic()))).done:
+            if len(progress) > reached:
+                ends, reached = time.monotonic() + seconds, len(progress)
+            elif time.monotonic() >= ends:
+                overdue.add(done)
+                raise RemoteUnreachableError(f"{action}: no answer in {round(seconds, 3):g} s")
         overdue.forget()
         return done.result()
     finally:

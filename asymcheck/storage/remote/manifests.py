@@ -18,7 +18,7 @@ from asymcheck.types import CheckpointRef
 
 
 class RemoteManifests(ManifestReader):
-    """Manifests and head records of a remote location. Each listing is one operation with one deadline."""
+    """Manifests and head records of a remote location. Each listing is one operation."""
 
     _files: RemoteFiles
     _root: PurePosixPath

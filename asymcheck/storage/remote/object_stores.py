@@ -69,8 +69,7 @@ class _ObstoreClient(ObjectStore):
         folders = [Entry(PurePosixPath("/", prefix), False, 0, 0) for prefix in listed["common_prefixes"]]
         return [*folders, *_entries_below(path, listed["objects"])]
 
-    def beginning(self, path: str, prefix: str) -> list[Entry]:
-        found: list[Entry] = []
+    def beginning(self, path: str, prefix: str, found: list[Entry]) -> None:
         with self.translated():
             # The client lists whole folders only. Names come in order, so those with the prefix follow it.
             for chunk in self._obstore.list(self._store, f"{_key(path)}/", offset=f"{_key(path)}/{prefix}"):
@@ -78,13 +77,12 @@ class _ObstoreClient(ObjectStore):
                 found += new
                 if len(new) < len(chunk):
                     break
-        return found
 
-    def walk(self, path: str) -> list[Entry]:
-        """Return the files in and below a directory, by one request for each 1,000 files."""
+    def walk(self, path: str, found: list[Entry]) -> None:
+        """Append the files in and below a directory to ``found``, by one request for each 1,000 files."""
         with self.translated():
-            chunks = self._obstore.list(self._store, f"{_key(path)}/")
-            return [entry for chunk in chunks for entry in _entries_below(path, chunk)]
+            for chunk in self._obstore.list(self._store, f"{_key(path)}/"):
+                found += _entries_below(path, chunk)
 
     def read(self, path: str, offset: int, length: int) -> tuple[memoryview, int]:
         with self.translated():

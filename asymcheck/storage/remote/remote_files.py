@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -104,14 +104,21 @@ class RemoteFiles:
         """Return the URI of a file for messages."""
         return self.location.below(path.relative_to(self.top))
 
-    def _do(self, action: str, path: PurePath, call: Callable[[], _T], seconds: float | None = None) -> _T:
-        """Run one operation with a deadline, and translate its errors.
+    def _do(
+        self,
+        action: str,
+        path: PurePath,
+        call: Callable[[], _T],
+        seconds: float | None = None,
+        progress: Sized = (),
+    ) -> _T:
+        """Run one operation with a deadline, and translate its errors; see :func:`within`.
 
         FileNotFoundError and FileExistsError pass unchanged, because only the caller knows whether they are errors.
         """
         described = f"{action} {self.url(path)}"
         try:
-            return within(seconds or self.config.deadline_s, described, call, self._overdue)
+            return within(seconds or self.config.deadline_s, described, call, self._overdue, progress)
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
@@ -149,16 +156,25 @@ class RemoteFiles:
     def walk(self, path: PurePath, *, prefix: str = "", recursive: bool = False) -> list[Entry]:
         """Return the sorted entries in a directory, with ``recursive`` also below it; empty if it is missing.
 
-        With ``prefix``, return only the entries in the directory whose names begin with it.
+        With ``prefix``, return only the entries in the directory whose names begin with it. The deadline begins again
+        with each answer, because a location may have a million files.
         """
-        walk = self._client.walk if recursive else self._client.children
-        list_entries = partial(self._client.beginning, str(path), prefix) if prefix else partial(walk, str(path))
+        found: list[Entry] = []
+
+        def list_entries() -> None:
+            if prefix:
+                self._client.beginning(str(path), prefix, found)
+            elif recursive:
+                self._client.walk(str(path), found)
+            else:
+                found.extend(self._client.children(str(path)))
+
         try:
-            entries = self._do("list", path, list_entries)
+            self._do("list", path, list_entries, None, found)
         except FileNotFoundError:
             return []
         # Comparing the paths themselves takes several times longer, and a location may have thousands of packs.
-        return sorted(entries, key=lambda entry: entry.path.parts)
+        return sorted(found, key=lambda entry: entry.path.parts)
 
     def list(self, path: PurePath) -> list[str]:
         """Return the sorted names in a directory; an empty list if the directory does not exist."""

@@ -192,7 +192,10 @@ class RemoteTier(StoreTier):
         announced: dict[PackId, list[Entry]] = {}
         # Other locations list a folder as a whole.
         listed = (b"",) if self.files.renames or len(prefixes) > _PREFIXES_MAX else prefixes
-        entries = [entry for prefix in listed for entry in self.files.walk(self.packs, prefix=prefix.hex())]
+        # An object store lists one folder alone by a single call, which has one deadline for any number of packs.
+        walk = partial(self.files.walk, self.packs, recursive=not self.files.renames)
+        found = [entry for prefix in listed for entry in walk(prefix=prefix.hex())]
+        entries = [entry for entry in found if entry.path.parent == self.packs]
         # Newest first, because the newest checkpoint needs them.
         for entry in sorted(entries, key=lambda entry: -entry.mtime_ns):
             if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:

@@ -34,6 +34,8 @@ class RemoteReachability(Reachability):
         self._scanned: set[Digest] = set()
 
     def _read_packs(self) -> None:
+        # Check after reading the manifests.
+        self.tier.refuse_lost_location()
         new = [pack_id for pack_id in self.tier.pack_ids() if pack_id not in self._bases]
         for pack_id, index in self.tier.read_indexes(new).items():
             is_sound = index is not None and index.damage is None
@@ -76,7 +78,7 @@ class RemoteSweep:
         Raises:
             InconsistentCheckpointError: a manifest or an index is unreadable, so reachability is unknown; no pack was
                 removed.
-            RemoteUnreachableError: the location does not respond.
+            RemoteUnreachableError: the location does not respond, or its manifests are missing.
         """
         self._remove_temporaries()
         self._find_garbage()

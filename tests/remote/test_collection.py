@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asymcheck import Retention, Store, events
-from asymcheck.errors import InconsistentCheckpointError, ReadOnlyStoreError
+from asymcheck.errors import InconsistentCheckpointError, ReadOnlyStoreError, RemoteUnreachableError
 from asymcheck.format import layout
 from asymcheck.gc.collect import Collected
 from asymcheck.replication.collect_remote import RemotePruner
@@ -217,6 +217,24 @@ def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest
         assert remote.gc() == Collected(kept_packs=len(packs_of(folder)) - 1)
         assert [one.kind for one in remote.verify()] == ["no-checkpoint"]
     assert temporary.exists()
+
+
+def test_packs_stay_while_the_manifests_are_somewhere_else(store: Path, folder: str) -> None:
+    """Test that neither a collection nor a push takes the checkpoints of a moved folder for deleted."""
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, 1)
+        age(folder)
+        manifests = Path(folder.removeprefix("file://")) / "manifests"
+        manifests.rename(manifests.with_name("aside"))
+        with Store.open(folder, config=CONFIG) as remote, pytest.raises(RemoteUnreachableError, match="Move it back"):
+            remote.gc()
+        # The push would create the folder.
+        with pytest.raises(RemoteUnreachableError, match="Move it back"):
+            opened.push(folder, 2)
+    manifests.with_name("aside").rename(manifests)
+    with Store.open(folder, config=CONFIG) as remote:
+        assert remote.gc().freed_packs == 0
+    check_location(folder, 1)
 
 
 def test_checkpoint_that_may_not_be_deleted_blocks_no_other(

@@ -153,12 +153,18 @@ class RemoteTier(StoreTier):
         return self._create()
 
     def refuse_lost_location(self) -> None:
-        """Raise RemoteUnreachableError if the location was emptied or unmounted since it was opened.
+        """Raise RemoteUnreachableError if the location was emptied or unmounted, or its manifests were moved.
 
-        Files that are pushed there now could not be opened later.
+        Files that are pushed there now could not be opened later. A collection would remove all packs. An object store
+        has no folders, so it does not show that manifests were moved.
         """
         if self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES) is None:
             raise lost_location(self.location)
+        if self.files.renames and self.files.stat(self._top / layout.MANIFESTS) is None and self.pack_ids():
+            raise RemoteUnreachableError(
+                f"{self.location} has packs, but its folder {layout.MANIFESTS} is missing. Move it back, or restore it "
+                "from a copy. Only if every checkpoint was deleted, create an empty folder"
+            )
 
     def _create(self) -> bytes:
         for name in _FOLDERS:

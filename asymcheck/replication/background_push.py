@@ -39,6 +39,7 @@ from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
 from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, encoded
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.storage.remote import RemoteTier, parse_location
@@ -204,6 +205,7 @@ class BackgroundPush:
     def _ask(self, **changes: object) -> None:
         """Change the request, and write it for the child."""
         with self._turn:
+            changes = {"damaged": damaged_frames.known(), **changes}
             self._request = dataclasses.replace(self._request, **changes)  # type: ignore[arg-type]  # as named
             # In a forked process, the child belongs to the parent.
             if self._requests is not None and self._pid == os.getpid():

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet
-from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.format.pack import ENTRY_DTYPE, Entries
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.types import Digest, PackId
 
@@ -21,8 +22,9 @@ class DecodableFrames:
         """Find the frames of intact packs; None stands for a pack without a readable index."""
         # Frames in a damaged pack may be readable, but no checkpoint may rely on them.
         intact = [index for index in indexes if index is not None and index.damage is None]
-        entries = np.concatenate([np.empty(0, dtype=ENTRY_DTYPE), *(index.entries for index in intact)])
-        packs = np.repeat(np.arange(len(intact)), [len(index.entries) for index in intact])
+        sound = [_sound(index) for index in intact]
+        entries = np.concatenate([np.empty(0, dtype=ENTRY_DTYPE), *sound])
+        packs = np.repeat(np.arange(len(intact)), [len(part) for part in sound])
         # The frames of each level need the same number of deltas. Their bases are in the level before.
         levels = [np.flatnonzero(entries["kind"] == registry.KIND_FULL)]
         deltas = np.flatnonzero(entries["kind"] == registry.KIND_DELTA)
@@ -66,6 +68,12 @@ class DecodableFrames:
             packs.update(self._packs[number] for number in set(self._pack_numbers[rows].tolist()))
             digests = self._bases[rows][self._kinds[rows] != registry.KIND_FULL]
         return packs
+
+
+def _sound(index: PackIndex) -> Entries:
+    """Return the entries of the frames that this process has not found damaged."""
+    damaged = damaged_frames.offsets_in(index.header.pack_id)
+    return index.entries[~np.isin(index.entries["offset"], damaged)] if damaged else index.entries
 
 
 def _have_bases(

@@ -46,11 +46,12 @@ from asymcheck.replication.push import encoder_for, open_location, push
 from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, decoded
 from asymcheck.replication.run_lease import LeaseStatus, RunLease
 from asymcheck.replication.transfer_stats import Moved
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
-from asymcheck.types import Checkpoint, CheckpointRef
+from asymcheck.types import Checkpoint, CheckpointRef, PackId
 
 RETRY_S = 15.0
 """Seconds between a failure and the next attempt."""
@@ -121,6 +122,8 @@ class PushLoop:
 
     def apply(self, request: PushRequest) -> None:
         """Apply the present request of the training."""
+        for pack_id, offset in request.damaged:
+            damaged_frames.note(PackId(bytes.fromhex(pack_id)), offset)
         claim = request.claim
         if claim is not None and claim.token != self._status.lease.token:
             if self._lease is not None:

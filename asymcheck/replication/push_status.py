@@ -47,6 +47,8 @@ class PushRequest:
     """Claim to the lease of the run."""
     is_alone: bool = False
     """Whether another rank of the job has ended, so that its machine may send nothing more."""
+    damaged: tuple[tuple[str, int], ...] = ()
+    """Frames that the training has found damaged, which the location may hold: packs and offsets."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,16 @@ def note(pack_id: PackId, offset: int) -> None:
     _damaged.add((pack_id, offset))
 
 
+def known() -> tuple[tuple[str, int], ...]:
+    """Return the packs, in hexadecimal digits, and the offsets of all damaged frames."""
+    return tuple(sorted((pack_id.hex(), offset) for pack_id, offset in _damaged.copy()))
+
+
+def offsets_in(pack_id: PackId) -> list[int]:
+    """Return the offsets of the damaged frames of a pack."""
+    return [offset for damaged, offset in _damaged.copy() if damaged == pack_id]
+
+
 def is_damaged(pack_id: PackId, offset: int) -> bool:
     """Tell whether the frame at ``offset`` of a pack was found damaged."""
     return (pack_id, offset) in _damaged

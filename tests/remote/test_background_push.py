@@ -32,6 +32,7 @@ from asymcheck.replication.collect_remote import RemoteSweep
 from asymcheck.replication.push_loop import PushLoop
 from asymcheck.replication.push_status import PushRequest
 from asymcheck.replication.transfer_stats import Moved
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles
@@ -40,7 +41,7 @@ from asymcheck.storage.remote import RemoteTier, clients
 from asymcheck.storage.remote.client_interface import Entry, FileSystem
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.types import CheckpointRef
+from asymcheck.types import CheckpointRef, PackId
 from tests.crash import faults
 from tests.remote.conftest import CONFIG, check_location, check_state, config, save_steps, state_of
 from tests.zygote import wait_until
@@ -388,6 +389,17 @@ def test_a_chosen_checkpoint_that_was_deleted_before_its_push_is_reported(store:
         assert loop._round()
         assert loop.status().statistics.missed == 1
     check_location(folder, 8)
+
+
+def test_the_push_process_learns_of_damage(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a request names the damaged frames that the training knows, which the location may hold."""
+    pack_id, noted = PackId(bytes(range(16))), list[tuple[PackId, int]]()
+    damaged_frames.note(pack_id, 4096)
+    monkeypatch.setattr(damaged_frames, "note", lambda *frame: noted.append(frame))
+    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
+        pushing.refresh()
+        pushing.wait()
+    assert (pack_id, 4096) in noted
 
 
 def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:

@@ -112,6 +112,21 @@ def test_packs_that_cannot_be_read_stop_no_push_and_no_collection(
     check_location(folder, 1, 2)
 
 
+def test_frames_that_a_restore_found_damaged_are_sent_again(store: Path, folder: str) -> None:
+    """Test a damaged payload in an intact pack, which no push reads."""
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder, 1)
+        before = packs_of(folder)
+        opened.push(folder, 2)
+        assert opened.push(folder, 2).present == 1
+        (pack, *_) = packs_of(folder) - before
+        pack.write_bytes(flipped(pack.read_bytes()))
+        with Store.open(folder, config=CONFIG) as remote, pytest.warns(SkippedCheckpointWarning):
+            check_state(remote.load(), 1)
+        assert opened.push(folder, 2).moved_partitions == 1
+    check_location(folder, 1, 2)
+
+
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "fuse", "ext4"])
 def test_read_errors_of_a_mount_are_no_damage(
     store: Path, folder: str, unreadable: set[int], monkeypatch: pytest.MonkeyPatch, kind: str

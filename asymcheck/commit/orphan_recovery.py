@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -44,8 +44,12 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
 _KEPT = "the ring is kept, and uses memory until you remove it"
-Agree = Callable[[set[SaveId]], Collection[SaveId]]
-"""Return the saves whose parts all machines have, given those whose parts this machine has in memory."""
+Metrics = Mapping[str, float]
+Agree = Callable[[Mapping[SaveId, Metrics]], Mapping[SaveId, Metrics]]
+"""Return the saves whose parts all machines have, given those whose parts this machine has in memory.
+
+Each save comes with the metrics of its ranks, so that every store retains the same checkpoints.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +192,13 @@ class _Adoption:
         checkpoints = [[*parts] for _, parts in groupby(captures, key=attrgetter("checkpoint"))]
         common = None
         if agree is not None:
-            whole = {parts[0].header.ref.save_id for parts in checkpoints if not self._missing(parts)}
+            whole = {
+                parts[0].header.ref.save_id: dict(item for part in parts for item in part.header.metrics.items())
+                for parts in checkpoints
+                if not self._missing(parts)
+            }
             # Captures for a newer program stay in memory, and the other machines commit their parts.
-            common = agree(whole | {save_id for _, save_id in self._unread})
+            common = agree({**{save_id: {} for _, save_id in self._unread}, **whole})
         for parts in checkpoints:
             self._commit(parts, common)
         for reader in readers:
@@ -219,10 +227,11 @@ class _Adoption:
         wanted = range(header.world_size) if header.store_ranks is None else ranks_in(header.store_ranks)
         return [rank for rank in wanted if rank not in in_rings and not stored.has(rank)]
 
-    def _commit(self, parts: Sequence[_RingCapture], common: Collection[SaveId] | None) -> None:
+    def _commit(self, parts: Sequence[_RingCapture], common: Mapping[SaveId, Metrics] | None) -> None:
         """Commit the parts of one checkpoint in the rings: all of them, or none.
 
-        ``common`` has the saves of which other machines have their parts; None without other machines.
+        ``common`` has the saves of which other machines have their parts, with the metrics of all machines; None
+        without other machines.
         """
         header = parts[0].header
         run, step = header.run, header.ref.step
@@ -250,7 +259,7 @@ class _Adoption:
             self._note(run, step, "incomplete: another machine has no part of it in memory or in its store")
             return
         try:
-            refs = self._publish(parts)
+            refs = self._publish(parts, None if common is None else common[header.ref.save_id])
         except MissingPartitionError as error:
             self._note(run, step, str(error))
         except (OutOfSpaceError, FormatError, InvalidInputError) as error:
@@ -268,8 +277,8 @@ class _Adoption:
         else:
             self.adopted += [RecoveredCapture(run, step, ref, "") for ref in refs]
 
-    def _publish(self, parts: Sequence[_RingCapture]) -> list[CheckpointRef]:
-        """Make the partitions of all parts durable, then publish their manifests (SPEC.md §C5)."""
+    def _publish(self, parts: Sequence[_RingCapture], metrics: Metrics | None) -> list[CheckpointRef]:
+        """Make the partitions of all parts durable, then publish their manifests, with ``metrics`` (SPEC.md §C5)."""
         # A full drive may have no space for a new catalog, either.
         catalog = self.open_catalog()
         with contextlib.ExitStack() as stack:
@@ -286,7 +295,7 @@ class _Adoption:
                 transaction.seal_frames()
                 sealed.append((transaction, part))
             return [
-                transaction.commit_capture(part.manifest, partial(self.placing, part.header))
+                transaction.commit_capture(part.manifest, partial(self.placing, part.header), metrics=metrics)
                 for transaction, part in sealed
             ]
 

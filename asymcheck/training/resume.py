@@ -14,7 +14,7 @@ from typing import Any
 from asymcheck.capture.background_saver import BackgroundSaver
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.optimizer_fence import distributed
-from asymcheck.commit.orphan_recovery import Agree
+from asymcheck.commit.orphan_recovery import Agree, Metrics
 from asymcheck.distributed import Ranks, Session
 from asymcheck.distributed.coordinator import reason_of
 from asymcheck.distributed.rendezvous import RankLocation
@@ -41,6 +41,7 @@ from asymcheck.events import timed
 from asymcheck.format.layout import checkpoint_name, parse_checkpoint_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
+from asymcheck.format.registry import METRICS_MAX
 from asymcheck.format.ring_records import CAPTURES_MAX
 from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.inspect.history import describe_loaded
@@ -211,7 +212,7 @@ class ResumeCoordinator:
                 prepare(partial(self._in_all_stores, session, (number, 1)))
                 mine = self._parts_here(ranks_in(session.groups[0]), step)
             else:
-                self._in_all_stores(session, (number, 1), ())
+                self._in_all_stores(session, (number, 1), {})
         except BaseException as error:
             # The other ranks wait in one of the rounds, unless they know the error.
             for failed in () if isinstance(error, RanksError) else ((number, 1), at):
@@ -227,18 +228,30 @@ class ResumeCoordinator:
         session.agree_json(at, mine, take, f"restore of run {self._run!r}")
         return stores
 
-    def _in_all_stores(self, session: Session, at: tuple[int, int], in_memory: Iterable[SaveId]) -> list[SaveId]:
-        """Return the saves of which each store has a part; ``in_memory`` are those in the memory of this machine."""
-        mine: list[str] = []
+    def _in_all_stores(
+        self, session: Session, at: tuple[int, int], in_memory: Mapping[SaveId, Metrics]
+    ) -> dict[SaveId, Metrics]:
+        """Return the saves of which each store has a part; ``in_memory`` are those in the memory of this machine.
+
+        Each save comes with the metrics of all ranks whose parts are in memory.
+        """
+        mine: dict[str, Metrics] = {}
         if session.is_first_here:
             stored = self._store.resources.nvme.manifests.refs(self._run)[-CAPTURES_MAX:]
-            mine = [save_id.hex() for save_id in (*in_memory, *(ref.save_id for ref in stored))]
+            mine = {ref.save_id.hex(): {} for ref in stored}
+            mine |= {save_id.hex(): metrics for save_id, metrics in in_memory.items()}
 
-        def decide(reports: list[Any]) -> list[str]:
-            return [*set[str].intersection(*(set(reports[group[0][0]]) for group in session.groups))]
+        def decide(reports: list[Any]) -> dict[str, Metrics]:
+            stores: list[dict[str, Metrics]] = [reports[group[0][0]] for group in session.groups]
+            # For different values of a metric, the last rank wins, as for readers.
+            merged = {
+                save_id: dict(item for store in stores for item in store[save_id].items())
+                for save_id in set(stores[0]).intersection(*stores)
+            }
+            return {save_id: dict(list(metrics.items())[:METRICS_MAX]) for save_id, metrics in merged.items()}
 
         common = session.agree_json(at, mine, decide, f"restore of run {self._run!r}")
-        return [SaveId(bytes.fromhex(save_id)) for save_id in common]
+        return {SaveId(bytes.fromhex(save_id)): metrics for save_id, metrics in common.items()}
 
     def _parts_here(self, ranks: Sequence[int], step: int | str | None) -> dict[str, bool | None]:
         """Return the names of checkpoints, and for each whether this store or its remote has a part for each rank.

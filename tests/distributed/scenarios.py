@@ -222,7 +222,7 @@ def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[in
     ckpt.save(0)
     RingTransaction.seal_frames = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # what the test needs
     note(folder, 1, train(1))
-    ckpt.step(1)
+    ckpt.step(1, {"loss": float(RANK), f"of-{RANK}": 1.0})
     ckpt.wait("memory")
     mark(folder, f"in-memory-{RANK}")
     time.sleep(1000)

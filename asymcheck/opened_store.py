@@ -50,12 +50,14 @@ class OpenedStore:
 
     def _connect(self, location: RemoteLocation) -> RemoteTier:
         try:
-            return RemoteTier(location, self.tier.config)
+            remote = RemoteTier(location, self.tier.config)
         except StoreNotFoundError as error:
             # A mount point without its file system looks empty.
             if error.is_empty and self.nvme.was_pushed_to(str(location)):
                 raise lost_location(location) from error
             raise
+        remote.refuse_lost_location()
+        return remote
 
     @property
     def nvme(self) -> NvmeTier:

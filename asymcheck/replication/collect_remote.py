@@ -222,7 +222,13 @@ class RemotePruner:
             except StorageError as error:
                 # Perhaps another user has pushed it. All newer ones would stay for ever.
                 refused = refused or error
-        self._has_garbage |= self._remove_unfinished(verdicts, now_ns) or bool(deleted)
+        self._has_garbage |= bool(deleted)
+        try:
+            self._has_garbage |= self._remove_unfinished(verdicts, now_ns)
+        except RemoteUnreachableError:
+            raise
+        except StorageError as error:
+            refused = refused or error
         now = time.monotonic()
         if self._has_garbage and (self._collected_at is None or now - self._collected_at >= self._collect_s):
             # A failed collection is as expensive, so the next one waits as long.

@@ -21,16 +21,24 @@ import asymcheck.replication.push_loop as push_loop_module
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, RemoteUnreachableError, StorageError
+from asymcheck.errors import (
+    AsymcheckError,
+    InconsistentCheckpointError,
+    ReadOnlyStoreError,
+    RemoteUnreachableError,
+    StorageError,
+)
 from asymcheck.executor import begin
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.replication.collect_remote import RemotePruner
+from asymcheck.gc.collect import Collected
+from asymcheck.replication.collect_remote import RemotePruner, RemoteSweep
 from asymcheck.replication.cross_node_dedup import wait_for_others
 from asymcheck.replication.push_status import PushRequest
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, parse_location
+from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.types import CheckpointRef, Digest, Part, SaveId
 from tests.damage.flips import flip
 from tests.distributed.launched import CONFIG
@@ -151,6 +159,33 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
     # Another machine that still has the newer part may push it again.
     with Store.open(stores[0], config=CONFIG, create=True) as store:
         assert len(store.push(location, 0).committed) == 1
+
+
+def test_a_part_that_may_not_be_deleted_does_not_prevent_a_collection(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test an old part of another user: the packs of deleted checkpoints are freed, and the refusal is reported."""
+    location, collected = (tmp_path / "there").as_uri(), list[Collected]()
+    for path, steps in zip(stores, ((0, 1), (1,)), strict=True):
+        with Store.open(path, config=CONFIG, create=True) as store:
+            for step in steps:
+                store.push(location, step)
+    carry_out = RemoteSweep.carry_out
+
+    def refuse(*_: object) -> bool:
+        raise ReadOnlyStoreError("remove: permission denied")
+
+    def collect(sweep: RemoteSweep) -> Collected:
+        collected.append(carry_out(sweep))
+        return collected[-1]
+
+    monkeypatch.setattr(RemoteManifests, "remove_left", refuse)
+    monkeypatch.setattr(RemoteSweep, "carry_out", collect)
+    with contextlib.closing(RemoteTier(parse_location(location), CONFIG)) as there:
+        pruner = RemotePruner(there, "default", Retention(keep_last=1))
+        with pytest.raises(ReadOnlyStoreError, match="permission denied"):
+            pruner.prune(time.time_ns() + 2 * 86_400_000_000_000)
+    assert len(collected) == 1
 
 
 def test_progress_is_reported_while_checkpoints_wait(

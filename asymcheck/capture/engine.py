@@ -187,10 +187,23 @@ class CaptureEngine:
                     self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set(), _FENCE_POLL_S)
                     continue
                 task = self._to_copy.popleft()
-            self._copy_released(*task)
+            if self._has_room(*task):
+                self._copy_released(*task)
+                continue
+            # Only the capture thread waits for space, because an interrupt of this wait must not cost the capture.
+            with self._changed:
+                self._to_copy.appendleft(task)
+                self._changed.notify_all()
+            self.ring.wait_for_room(_ROOM_POLL_S)
         if self._thread.is_alive():
             # Otherwise, all copies are done. A device that has failed would refuse to wait for them.
             capture.transfers.hold()
+
+    def _has_room(self, capture: Capture, number: int) -> bool:
+        """Allocate the slot of a partition without a wait; return True also if the capture has failed."""
+        with capture.failing():
+            capture.slots[number] = capture.slots[number] or self.flusher.take(capture.partitions[number].length)
+        return capture.slots[number] is not None or capture.error is not None
 
     def _stage(self, capture: Capture, number: int) -> bool:
         """Clone a partition on its device so that its source may change; return False without space for the clone."""

@@ -20,7 +20,8 @@ from asymcheck import Checkpointer, Store
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.config import CaptureConfig
 from asymcheck.storage.nvme import ManifestFiles
-from tests.checkpointer.loops import folder_for_rings, linear_loop
+from tests.checkpointer.disks import Disk
+from tests.checkpointer.loops import assert_stored, copy_of, folder_for_rings, linear_loop, sized
 from tests.zygote import REPOSITORY
 
 Interrupts = type(INTERRUPTS)
@@ -166,6 +167,27 @@ def test_an_interrupt_of_close_costs_no_checkpoint(
     assert may_publish.is_set()
     with Store.open(store_path) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
+
+
+def test_an_interrupt_of_a_fence_that_waits_for_room_costs_no_checkpoint(
+    called: list[int], store: Store, disk: Disk, config: CaptureConfig
+) -> None:
+    """Test that the capture thread copies the rest of a state for which the ring of a slow disk had no room."""
+    _, _, loop = linear_loop()
+    expected: dict[int, object] = {}
+    with Checkpointer(store, loop.state, capture=sized(config, 96 << 10), every=1, keep=None) as checkpointer:
+        for step in range(2):
+            loop.iterate(step)
+            # The ring has space for one state and a half.
+            disk.opened.clear()
+            checkpointer.step(step)
+            expected[step] = copy_of(loop.state)
+        threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.iterate(2)
+        disk.opened.set()
+    assert called == [signal.SIGINT]
+    assert_stored(store, expected)
 
 
 def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None:

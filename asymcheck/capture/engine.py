@@ -414,7 +414,7 @@ class CaptureEngine:
 
     def close(self) -> None:
         """Complete the current capture, and end the thread."""
-        with self._changed:
+        with INTERRUPTS, self._changed:
             self._release(None)
             self._stopping = True
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import json
 import os
@@ -21,7 +22,7 @@ from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.config import CaptureConfig
 from asymcheck.storage.nvme import ManifestFiles
 from tests.checkpointer.disks import Disk
-from tests.checkpointer.loops import assert_stored, copy_of, folder_for_rings, linear_loop, sized
+from tests.checkpointer.loops import assert_stored, copy_late, copy_of, folder_for_rings, linear_loop, sized
 from tests.zygote import REPOSITORY
 
 Interrupts = type(INTERRUPTS)
@@ -188,6 +189,31 @@ def test_an_interrupt_of_a_fence_that_waits_for_room_costs_no_checkpoint(
         disk.opened.set()
     assert called == [signal.SIGINT]
     assert_stored(store, expected)
+
+
+def test_an_interrupt_while_close_releases_partitions_loses_none(
+    called: list[int], store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a signal between two queues, neither of which has the partition at that time."""
+
+    class Interrupted(collections.deque[Any]):
+        def popleft(self) -> object:
+            released = super().popleft()
+            if not self:
+                signal.raise_signal(signal.SIGINT)
+            return released
+
+    copy_late(monkeypatch)
+    _, _, loop = linear_loop()
+    checkpointer = Checkpointer(store, loop.state, capture=config, every=1)
+    loop.iterate(0)
+    checkpointer.step(0)
+    engine = checkpointer._background._engine  # type: ignore[union-attr]  # it has begun
+    engine._unreleased = Interrupted(engine._unreleased)  # type: ignore[union-attr]  # as above
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    checkpointer.close()
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
 
 
 def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None:

@@ -64,8 +64,10 @@ def together(*exporters: OnCheckpoint) -> OnCheckpoint:
     """Return a callback that passes each report to all exporters."""
 
     def export(report: CheckpointReport) -> None:
-        for exporter in exporters:
-            exporter(report)
+        # Each exporter gets the report, even if another one raises.
+        with contextlib.ExitStack() as calls:
+            for exporter in reversed(exporters):
+                calls.callback(exporter, report)
 
     return export
 

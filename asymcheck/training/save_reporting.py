@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 
@@ -89,11 +90,13 @@ class SaveReporting:
         """
         unreported, self._unreported = self._unreported, []
         try:
-            for capture in unreported:
-                if _logger.isEnabledFor(logging.INFO):
-                    _logger.info("run %s: %s", self._run, report_of(capture))
-                if self._on_checkpoint is not None:
-                    self._on_checkpoint(report_of(capture))
+            for capture in unreported if _logger.isEnabledFor(logging.INFO) else ():
+                _logger.info("run %s: %s", self._run, report_of(capture))
+            # Each checkpoint is reported, even if the report of an earlier one raises.
+            with contextlib.ExitStack() as calls:
+                for capture in reversed(unreported):
+                    if self._on_checkpoint is not None:
+                        calls.callback(self._on_checkpoint, report_of(capture))
         finally:
             # Also if on_checkpoint raises.
             self._report_settled(unreported)

@@ -74,6 +74,29 @@ def test_an_error_of_the_callback_does_not_hide_the_end_of_the_training(store: S
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
 
 
+def test_an_error_of_the_callback_does_not_hide_other_checkpoints(
+    store: Store, disk: Disk, config: CaptureConfig
+) -> None:
+    """Test that two checkpoints, which became durable together, are both reported, in order."""
+    steps: list[int] = []
+
+    def export(report: CheckpointReport) -> None:
+        steps.append(report.step)
+        if report.step == 0:
+            raise ConnectionRefusedError
+
+    _, _, loop = linear_loop()
+    disk.opened.clear()
+    with Checkpointer(store, loop.state, capture=config, on_checkpoint=export, every=1) as checkpointer:
+        for step in range(2):
+            loop.iterate(step)
+            checkpointer.step(step)
+        disk.opened.set()
+        with pytest.raises(ConnectionRefusedError):
+            checkpointer.wait()
+    assert steps == [0, 1]
+
+
 def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: CaptureConfig) -> None:
     """Test the order, the thread, and that the sums equal the statistics."""
     reports: list[CheckpointReport] = []

@@ -67,6 +67,21 @@ def test_values_have_the_numbers_of_the_report() -> None:
     assert exporters.values(lost, "")["dedupe_ratio"] == 0.0
 
 
+def test_an_exporter_that_fails_hides_no_report_from_others() -> None:
+    """Test a server that does not respond, between two other exporters."""
+    report = CheckpointReport("run", 7, 400, 2, 0.5, 1.0, 2.0, 150, 300, 100, None)
+    first: list[CheckpointReport] = []
+    last: list[CheckpointReport] = []
+
+    def refuse(_report: CheckpointReport) -> None:
+        assert (first, last) == ([report], [])
+        raise ConnectionRefusedError
+
+    with pytest.raises(ConnectionRefusedError):
+        exporters.together(first.append, refuse, last.append)(report)
+    assert last == [report]
+
+
 @pytest.mark.slow
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     """Test the event file with the reader of TensorBoard."""

@@ -69,6 +69,8 @@ class Statistics:
     """Seconds from the start of ``step()`` to durability, for the last 1,000 durable checkpoints."""
     captured_bytes: int = 0
     """Bytes of the states of all captures."""
+    eager_bytes: int = 0
+    """Bytes of these that ``step()`` copied or compared itself, such as tensors of no optimizer."""
     written_bytes: int = 0
     """Bytes written to the store, without partitions that it already had."""
     ring_bytes: int = 0
@@ -147,6 +149,7 @@ class BackgroundSaver:
             # Only a begun capture becomes durable or lost.
             self.statistics.captures += 1
             self.statistics.captured_bytes += capture.state_bytes
+            self.statistics.eager_bytes += capture.plan.eager_bytes
             self._captures.append(capture)
         self._schedule.began(link)
         self._unfenced = capture

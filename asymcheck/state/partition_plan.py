@@ -142,6 +142,12 @@ class Plan:
     windows: tuple[tuple[Phase, int], ...] = ()
     """Phase and capacity in KiB of each window, in asymmetric and symmetric plans."""
 
+    @functools.cached_property
+    def eager_bytes(self) -> int:
+        """Bytes of the partitions that are captured at once."""
+        released = zip(self.cut.partitions, self.release, strict=True)
+        return sum(partition.length for partition, window in released if window == AT_ONCE)
+
     def record(self) -> dict[str, object]:
         """Return the plan record of the manifest: integers, strings and lists."""
         record: dict[str, object] = {"number": self.number, "kind": self.kind}

@@ -364,6 +364,7 @@ def test_capture_without_a_line_waits_for_durability(
 def test_statistics_add_up_and_outlive_close(store: Store, config: CaptureConfig) -> None:
     """Test the sums after the end of the background thread."""
     _, _, loop = linear_loop()
+    loop.state["buffer"] = torch.zeros(5000)
     checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
     for step in range(3):
         loop.iterate(step)
@@ -374,6 +375,7 @@ def test_statistics_add_up_and_outlive_close(store: Store, config: CaptureConfig
     state_bytes = sum(checkpoint.state_bytes for checkpoint in store.checkpoints())
     assert found.captured_bytes == state_bytes
     assert state_bytes // 2 < found.written_bytes <= state_bytes
+    assert found.eager_bytes == 3 * 5000 * 4
     assert found.step_s > 0
     assert found.fence_s > 0
     assert found.ring_bytes > 0

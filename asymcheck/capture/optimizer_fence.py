@@ -20,9 +20,11 @@ from asymcheck.state.leaves import PLAIN_TENSORS, Source, identity_key
 from asymcheck.state.names import matches
 from asymcheck.state.shards import Distributed, is_dtensor, locals_of
 from asymcheck.state.walk import Columns, FlatState
+from asymcheck.state.zero_redundancy import local_part
 
 _T = TypeVar("_T")
 _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _DEFERRED_ON = ("cpu", "cuda")
 """Device types with deferred copies; a later copy on other devices would need synchronization events."""
 
@@ -153,9 +155,15 @@ def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.requires_grad]
     # An optimizer wrapper may have no state attribute.
-    state_by_parameter = getattr(optimizer, "state", {})
+    state_by_parameter = getattr(local_part(optimizer), "state", {})
     states = [state for parameter in parameters if (state := state_by_parameter.get(parameter)) is not None]
     values = [*parameters, *chain.from_iterable(state.values() for state in states)]
+    # Such as the lists of LBFGS. The loop includes the containers that it adds.
+    containers = [value for value in values if type(value) in _CONTAINERS]
+    for container in containers:
+        content = container.values() if isinstance(container, dict) else container
+        values.extend(content)
+        containers.extend(value for value in content if type(value) in _CONTAINERS)
     return _in_memory(values)
 
 

@@ -159,6 +159,15 @@ def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
     assert OptimizerOwnership().deferred_rows(flat, [Wrapper(torch.optim.SGD([weight]))]) == (True, False)
 
 
+def test_state_in_lists_is_an_optimizers() -> None:
+    """Test the history of LBFGS, which has a hundred times the bytes of the parameters."""
+    weight = torch.nn.Parameter(torch.rand(2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"history": [torch.rand(2), [torch.rand(1)]], "others": {"of": (torch.rand(3),)}}
+    flat = flatten({"weight": weight, "optimizer": optimizer, "buffer": torch.rand(1)})
+    assert OptimizerOwnership().deferred_rows(flat, [optimizer]) == (True, True, True, True, False)
+
+
 def test_methods_of_a_wrapper_do_not_count_as_those_of_its_optimizer() -> None:
     """Test a wrapper as in Accelerate, which has ``eval()`` for every optimizer."""
 

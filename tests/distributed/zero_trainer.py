@@ -30,6 +30,8 @@ def main(location: str, last: int) -> None:
             scheduler.step()
             optimizer.zero_grad()
             saver.step(step)
+    # Neither the parameters of other ranks nor the state of this rank's part are copied inside step().
+    assert saver.statistics().eager_bytes == 0
     if rank == 0:
         weights = b"".join(tensor_bytes(parameter.detach()) for parameter in network.parameters())
         sys.stdout.write(f"from {restored.step if restored else 0}: {digest(weights).hex()}\n")

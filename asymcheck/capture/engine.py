@@ -31,6 +31,8 @@ from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 
 _ROOM_POLL_S = 0.05
 _FENCE_POLL_S = 0.1
+_WINDOW_PATIENCE_S = 10.0
+"""Time without a copy after which the rest is copied before its windows."""
 _DEVICE_POLL_S = 0.002
 """Pause between two queries whether a device copy is done, long enough not to slow down the training thread."""
 
@@ -231,7 +233,12 @@ class CaptureEngine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._to_copy or self._to_complete or self._stopping)
+                if not self._changed.wait_for(
+                    lambda: self._to_copy or self._to_complete or self._stopping, _WINDOW_PATIENCE_S
+                ):
+                    # An evaluation reaches no window, and must not keep the newest checkpoint from the store.
+                    self._release(None)
+                    continue
                 # Copies come first, because training may be waiting for them.
                 queue = self._to_copy or self._to_complete
                 if not queue:

@@ -361,6 +361,21 @@ def test_capture_without_a_line_waits_for_durability(
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1]
 
 
+def test_a_capture_becomes_durable_without_another_window(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test an evaluation after a step, which reaches neither the windows of the plan nor a fence."""
+    monkeypatch.setattr(engine, "_WINDOW_PATIENCE_S", 0.05)
+    copy_late(monkeypatch)
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        (capture,) = checkpointer._background._captures  # type: ignore[union-attr]  # it has begun
+        assert capture.durable.wait(10)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0]
+
+
 def test_statistics_add_up_and_outlive_close(store: Store, config: CaptureConfig) -> None:
     """Test the sums after the end of the background thread."""
     _, _, loop = linear_loop()

@@ -180,8 +180,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._preemption is not None:
             # A Checkpointer that is dropped without close() must not keep signals from the program.
             weakref.finalize(self, self._preemption.close)
-        # Nor must its push process run until the end of the program, for instance of a notebook.
+        # Nor must its push and its handler of SIGTERM stay until the end of the program, for instance of a notebook.
         weakref.finalize(self, self._pusher.abandon).atexit = False
+        weakref.finalize(self, self._exit_handler.disarm).atexit = False
         if found is None:
             # With several ranks, the rendezvous decides which ranks push. This is last, because no close() follows a
             # refused argument, and the push of the checkpoints that an earlier training left begins at once.

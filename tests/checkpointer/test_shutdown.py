@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -69,11 +70,12 @@ def test_closed_checkpointer_saves_and_restores_nothing(store_path: Path, config
 def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
     disk: Disk, store_path: Path, config: CaptureConfig
 ) -> None:
-    """Test that a dropped checkpointer fences no more optimizers."""
+    """Test that a dropped checkpointer fences no more optimizers, and that SIGTERM has its default effect again."""
     from torch.optim import optimizer as torch_optimizer
 
     hooks = torch_optimizer._global_optimizer_pre_hooks
     before = len(hooks)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     _, _, loop = linear_loop()
     with open_on(disk, store_path) as store:
         checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
@@ -83,6 +85,8 @@ def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
         del checkpointer
         gc.collect()
         loop.iterate(1)
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert len(hooks) == before
     assert list(Path(config.ring_folder).iterdir()) == []
     with Store.open(store_path, create=True) as store:

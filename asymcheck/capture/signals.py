@@ -154,9 +154,10 @@ class _Interrupts:
         return self._handlers.get(number) if current == self._on_signal else current
 
     def set_handler(self, number: int, handler: _Handler | signal.Handlers) -> None:
-        """Set the program's handler of a signal."""
-        if callable(handler) and signal.getsignal(number) == self._on_signal:
-            self._handlers[number] = handler
+        """Set the program's handler of a signal. A listener still receives the signal."""
+        is_kept = callable(handler) or any(number in listener.signals for listener in self._listeners)
+        if is_kept and signal.getsignal(number) == self._on_signal:
+            self._handlers[number] = handler if callable(handler) else None
         else:
             _install(number, handler)
 

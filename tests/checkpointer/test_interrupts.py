@@ -20,6 +20,7 @@ import pytest
 from asymcheck import Checkpointer, Store
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.config import CaptureConfig
+from asymcheck.errors import Preempted
 from asymcheck.storage.nvme import ManifestFiles
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import assert_stored, copy_late, copy_of, folder_for_rings, linear_loop, sized
@@ -305,6 +306,23 @@ def test_interrupted_system_calls_are_restarted_as_the_program_says(called: list
     interrupts.release(Holder())
     assert restarts(signal.SIGUSR1)
     assert not restarts(signal.SIGINT)
+
+
+def test_another_checkpointer_that_is_closed_leaves_the_signals_of_this_one(
+    store: Store, config: CaptureConfig
+) -> None:
+    """Test SIGTERM before the first step, which must be saved before the process ends."""
+    _, _, loop = linear_loop()
+    another = Checkpointer(store, loop.state, run="another", capture=config, every=1)
+    another.step(0)
+    checkpointer = Checkpointer(store, loop.state, capture=config, every=2, save_on_signal=True)
+    another.close()
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Preempted):
+        checkpointer.step(1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [checkpoint.step for checkpoint in store.checkpoints("default")] == [1]
 
 
 class Holder:

@@ -227,10 +227,10 @@ def test_a_capture_of_another_run_that_does_not_fit_is_kept(
     """Test that only the training of that run needs the space for its capture."""
 
     class Full(RingTransaction):
-        def commit_capture(self, captured: Manifest, *args: Any) -> CheckpointRef:  # noqa: ANN401 - passed on
+        def commit_capture(self, captured: Manifest, *args: Any, **more: Any) -> CheckpointRef:  # noqa: ANN401 - passed on
             if captured.header.run == "two":
                 raise OutOfSpaceError("the drive is full")
-            return super().commit_capture(captured, *args)
+            return super().commit_capture(captured, *args, **more)
 
     with monkeypatch.context() as full:
         full.setattr(orphan_recovery, "RingTransaction", Full)

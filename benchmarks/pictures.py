@@ -91,12 +91,12 @@ def _drive(axis: Axes, reports: Reports) -> None:
 
 
 def _bytes(axis: Axes, reports: Reports) -> None:
-    kinds = {"lora": "LoRA", "fp32": "float32", "mixed": "mixed"}
-    systems = {"asymcheck": "asymcheck", "asymcheck smallest": "asymcheck encoded", "torch.save": "torch.save"}
+    kinds = {"lora": "LoRA", "fp32": "float32", "mixed": "mixed", "fine-tune": "fine-tuning"}
     bars = [
-        Bar(f"{kind}, {bar.label}", bar.row)
+        Bar(f"{kind}, {system}", bar.row)
         for key, kind in kinds.items()
-        for bar in _found(reports["bytes"], f"checkpoints, 100 of {key}", systems)
+        for system in ("asymcheck", "torch.save")
+        for bar in _found(reports["bytes"], f"checkpoints, 100 of {key}", {system: system})
     ]
     _bars(axis, bars, 1e-3, "GB")
     axis.set_title("100 checkpoints of a small GPT-2", fontsize=10)
@@ -120,10 +120,7 @@ _PICTURES: Sequence[tuple[set[str], Callable[[Axes, Reports], None], str]] = (
     (
         {"bytes"},
         _bytes,
-        (
-            "Right: bytes of 100 checkpoints. Deduplication saves bytes where tensors do not change. Encoded: with "
-            '`StoreConfig(compression="smallest")`; the default encodes only if the save becomes faster.'
-        ),
+        "Right: bytes of 100 checkpoints. Deduplication saves bytes where tensors do not change.",
     ),
 )
 

@@ -56,7 +56,7 @@ class OpenedStore:
             if error.is_empty and self.nvme.was_pushed_to(str(location)):
                 raise lost_location(location) from error
             raise
-        remote.refuse_lost_location()
+        remote.refuse_lost_manifests()
         return remote
 
     @property

@@ -26,7 +26,7 @@ from benchmarks.report import Report, Row, rotated, row
 COUNT = 100
 _QUICK_COUNT = 5
 _COMPARED = 40
-"""Number of checkpoints that are saved into both stores. The first save of each store is a warm-up."""
+"""Number of checkpoints that are saved into all stores. The first save of each store is a warm-up."""
 OURS, SMALLEST, TORCH, SAFETENSORS = "asymcheck", "asymcheck smallest", "torch.save", "safetensors"
 
 

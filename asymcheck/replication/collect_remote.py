@@ -34,7 +34,7 @@ class RemoteReachability(Reachability):
         self._scanned: set[Digest] = set()
 
     def _read_packs(self) -> None:
-        # Check after reading the manifests.
+        # Afterwards, because the manifests may be moved while they are read.
         self.tier.refuse_lost_location()
         new = [pack_id for pack_id in self.tier.pack_ids() if pack_id not in self._bases]
         for pack_id, index in self.tier.read_indexes(new).items():

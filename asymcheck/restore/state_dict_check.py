@@ -40,7 +40,7 @@ _ADVICE = (
 
 
 class Lacking(str):
-    """Problem with an entry that the checkpoint lacks, but which other ranks may have saved."""
+    """Problem with an entry that other ranks may have saved."""
 
     __slots__ = ()
 

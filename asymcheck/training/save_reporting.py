@@ -90,8 +90,9 @@ class SaveReporting:
         """
         unreported, self._unreported = self._unreported, []
         try:
-            for capture in unreported if _logger.isEnabledFor(logging.INFO) else ():
-                _logger.info("run %s: %s", self._run, report_of(capture))
+            if _logger.isEnabledFor(logging.INFO):
+                for capture in unreported:
+                    _logger.info("run %s: %s", self._run, report_of(capture))
             # Each checkpoint is reported, even if the report of an earlier one raises.
             with contextlib.ExitStack() as calls:
                 for capture in reversed(unreported):

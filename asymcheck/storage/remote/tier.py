@@ -155,11 +155,17 @@ class RemoteTier(StoreTier):
     def refuse_lost_location(self) -> None:
         """Raise RemoteUnreachableError if the location was emptied or unmounted, or its manifests were moved.
 
-        Files that are pushed there now could not be opened later. A collection would remove all packs. An object store
-        has no folders, so it does not show that manifests were moved.
+        Files that are pushed there now could not be opened later.
         """
         if self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES) is None:
             raise lost_location(self.location)
+        self.refuse_lost_manifests()
+
+    def refuse_lost_manifests(self) -> None:
+        """Raise RemoteUnreachableError if the manifests were moved, because a collection would remove all packs.
+
+        An object store has no folders, so it does not show this.
+        """
         if self.files.renames and self.files.stat(self._top / layout.MANIFESTS) is None and self.pack_ids():
             raise RemoteUnreachableError(
                 f"{self.location} has packs, but its folder {layout.MANIFESTS} is missing. Move it back, or restore it "
